@@ -25,7 +25,7 @@ Kinds, their writers and their own fields::
     worker-exit           supervisor rank, local_rank, generation, worker_pid (null: not started), exit_code
                                      (or null), signal (name or null), stopped (the agent had requested
                                      the end), message (from torch's @record), lease_expired, stuck (it could
-                                     not be killed)
+                                     not be killed), not_parked (killed since it did not park in time)
     gpu-fault             agent      local_rank (null: unknown), uuid, index (of NVML, or null), xid (null:
                                      only an action), recovery_action (of the driver, or "")
     hang                  agent      generation, step, suspects [{rank, local_rank, worker_pid, reason}],

@@ -535,12 +535,11 @@ class ParkingNode:
         environ[constants.ENV_EVIDENCE] = self.evidence.path
 
     def start(
-        self, generation: int, *args: str, park_timeout_s: float = 60
+        self, generation: int, *args: str, change: str = "supervisor.PARK_TIMEOUT_S = 60"
     ) -> tuple[subprocess.Popen[bytes], int]:
         """Start a launcher shim in ``generation``; return it with the worker that runs in it."""
         self.lease_page.set(math.inf)
         self.environ |= {"RANK": str(generation), constants.ENV_GENERATION: str(generation)}
-        change = f"supervisor.PARK_TIMEOUT_S = {park_timeout_s}"
         words = (sys.executable, PARKING_WORKER, *args)
         with open(self._errors, "ab") as errors:
             process = changed_shim(change, self.environ, *words, stdout=subprocess.PIPE, stderr=errors)
@@ -602,7 +601,7 @@ def test_parked_worker_resumes_for_next_shim(node: ParkingNode, start: Any) -> N
 @pytest.mark.parametrize("how", ["stops", "ignores"])
 def test_worker_that_does_not_park_in_time_is_killed(how: str, node: ParkingNode) -> None:
     """The next launcher shim starts another. The event says why."""
-    shim, worker = node.start(2, how, park_timeout_s=0.3)
+    shim, worker = node.start(2, how, change="supervisor.PARK_TIMEOUT_S = 0.3")
     assert node.stop(shim) == -signal.SIGKILL
     assert node.count_park_messages() == 1
     (event,) = node.list_exits(worker)
@@ -623,6 +622,24 @@ def test_restartable_worker_does_not_outlive_its_lease(
     wait_for(lambda: not is_alive(worker), "the worker to be killed")
     assert lease_expired_event(tmp_path)["worker_pid"] == worker
     assert node.count_park_messages() == is_revoked
+
+
+def test_worker_that_has_left_its_function_is_killed(node: ParkingNode) -> None:
+    """It is not asked to park."""
+    shim, worker = node.start(2, "unrestartable")
+    assert node.stop(shim) == -signal.SIGKILL
+    assert node.count_park_messages() == 0
+    (event,) = node.list_exits(worker)
+    assert "not_parked" not in event
+
+
+def test_waiting_worker_parks_without_delay(node: ParkingNode) -> None:
+    """Its supervisor polls the lease more often. Here it would never look otherwise."""
+    change = "supervisor.LEASE_POLL_INTERVAL_S = supervisor.WATCH_S = 600"
+    shim, _ = node.start(2, "waiting", change=change)
+    node.lease_page.set(-math.inf)
+    wait_for(node.count_park_messages, "the message that the generation is over")
+    assert node.stop(shim) == constants.EXIT_PARKED
 
 
 def test_drain_does_not_park(node: ParkingNode) -> None:

@@ -286,8 +286,11 @@ class WorkerSupervisor:
         if self._stopped_at is None:
             self._stopped_at = time.time()
         is_copying = self._copy_monitor.should_wait(now, self._last_expiry)
-        if self._is_parking(now):
-            return LEASE_POLL_INTERVAL_S
+        park_s = self._let_park(now)
+        if self._listener is not None:
+            return 0.0
+        if park_s > 0:
+            return min(LEASE_POLL_INTERVAL_S, park_s)
         return COPY_POLL_INTERVAL_S if is_copying else None
 
     def _is_over(self) -> bool:
@@ -295,20 +298,18 @@ class WorkerSupervisor:
         self._lease_expired = self._lease_expired or self._lease.remaining_s() <= 0
         return self._lease_expired or (self._stop_requested and self._lease.has_no_grace())
 
-    def _is_parking(self, now: float) -> bool:
-        """Have a restartable worker park, within its lease; return whether it still may, or has."""
+    def _let_park(self, now: float) -> float:
+        """Have a restartable worker park, within its lease; return how long it may take, 0 if it must not."""
         was_stopped = min(self._kill_at, self._killed_at) < INFINITY
-        if was_stopped or not self._link.is_restartable or now >= self._last_expiry:
-            return False
+        limit_s = min(self._park_until, self._last_expiry) - now
+        if was_stopped or limit_s <= 0 or not self._link.is_restartable or self._lease.has_agent_ended():
+            return 0.0
         if self._park_until == INFINITY:
-            if self._lease.has_agent_ended():
-                return False
             self._link.send(b"park\n")
             self._park_until = now + PARK_TIMEOUT_S
         if self._link.is_parked:
             self._listener = self._link.listen()
-            return self._listener is not None
-        return now < self._park_until
+        return min(limit_s, PARK_TIMEOUT_S)
 
     def _handle_stop_request(self) -> None:
         """Read a signal number from the launcher shim, or the end of the connection."""
@@ -345,12 +346,13 @@ class WorkerSupervisor:
         try:
             connection = _socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]  # noqa: SLF001
             request, streams = worker_request.receive(connection)
+            environ = request["environ"]
         except worker_request.ERRORS:
             return
         self._poll.unregister(listener)
         listener.close()
         self._listener = None
-        worker_request.replace_environment(request["environ"])
+        worker_request.replace_environment(environ)
         worker_request.replace_streams(streams)
         lease, copy_monitor = open_lease(connection), SnapshotCopyMonitor()
         if self._link.resume():

@@ -31,7 +31,7 @@ class RequestRefusedError(Exception):
     """A request of a launcher shim is refused; the text says why."""
 
 
-ERRORS = (OSError, ValueError, TypeError, RequestRefusedError)
+ERRORS = (OSError, ValueError, TypeError, KeyError, RequestRefusedError)
 
 
 def parked_address(local_rank: str) -> str:

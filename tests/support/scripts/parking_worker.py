@@ -1,7 +1,8 @@
 """A worker without torch that parks when its supervisor asks for it, and resumes.
 
 At its start and whenever it resumes it prints its process, rank, generation and lease page. Its arguments:
-``stops`` and ``ignores`` say what it does instead of parking; ``standby FILE`` parks once the file exists.
+``stops`` and ``ignores`` say what it does instead of parking; it sends ``waiting`` and ``unrestartable`` at
+its start; with ``standby FILE`` it parks once the file exists.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if "standby" in sys.argv:
         time.sleep(0.01)
     link.sendall(b"parked\n")
 else:
-    link.sendall(b"restartable\n")
+    link.sendall(b"".join(b"%b\n" % word.encode() for word in ("restartable", *sys.argv[1:])))
     print_facts()
 while True:
     words = take(0).split()

@@ -61,6 +61,12 @@ def loaded() -> list[list[int]]:
     return [batch.tolist() for _ in range(2) for batch in loader]
 
 
+def list_descriptors() -> list[str]:
+    """List the open files, without the socket to the supervisor."""
+    found = set(os.listdir("/proc/self/fd")) - {os.environ.get("ELASTIC_RESUME_SUPERVISOR_FD")}  # noqa: PTH208
+    return sorted(number for number in found if Path(f"/proc/self/fd/{number}").exists())
+
+
 def facts() -> dict[str, Any]:
     """Return all that must not depend on how this script was started."""
     import torch  # noqa: PLC0415
@@ -82,7 +88,7 @@ def facts() -> dict[str, Any]:
             [getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")]
             for stream in (sys.stdout, sys.stderr)
         ],
-        "descriptors": sorted(os.listdir("/proc/self/fd")),  # noqa: PTH208
+        "descriptors": list_descriptors(),
         "signals": {n.name: str(signal.getsignal(n)) for n in signal.Signals if n not in {9, 19}},
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "umask": [os.umask(0o22), os.umask(0o22)],
