@@ -184,6 +184,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             world = self._client.join(join_spec, lambda: self._standby.start_missing(self._client.start_cost))
         except JobCompleted:
             raise SystemExit(0) from None
+        self._standby.wait_for_supervisors(lambda: self._client.restart_requested)
         if world.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
         changed = last_world is None or not _has_same_members(last_world, world)

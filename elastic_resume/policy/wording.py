@@ -342,9 +342,12 @@ def describe_memory(memory: MemoryPressure) -> str:
 
 def describe_standby_start(ranks: Sequence[int], kept: Sequence[int], start_s: float) -> str:
     """Return the line of a node that starts the workers of ``ranks`` before it joins."""
-    stay = f"local {_name_ranks(kept)} keep{'s' * (len(kept) == 1)} the process; " if kept else ""
-    start = f"local {_name_ranks(ranks)} start{'s' * (len(ranks) == 1)} before this node joins"
-    return f"{stay}{start}, in {start_s:.0f} s as measured. Other nodes that are enough train meanwhile."
+    keep = "keeps its process" if len(kept) == 1 else "keep their processes"
+    start = "starts" if len(ranks) == 1 else "start"
+    return (
+        f"{f'local {_name_ranks(kept)} {keep}; ' if kept else ''}local {_name_ranks(ranks)} {start} before "
+        f"this node joins, which takes about {start_s:.0f} s. Other nodes that are enough train meanwhile."
+    )
 
 
 def describe_standby_failure(local_rank: int, exit_code: int) -> str:

@@ -154,15 +154,18 @@ class RendezvousClient:
             request = replace(request, is_preparing=self._preparations > 0)
             self._server.submit(messages.JoinRequest(request))
             known_cost = self.start_cost
-        while True:
-            with self._condition:
-                while self._view is None and self._outcome is None and self.start_cost == known_cost:
-                    self._wait_for_change()
-                self.raise_if_over()
-                if self._view is not None:
-                    return self._view
-                known_cost = self.start_cost
-            on_start_cost()  # without the lock, since it may take long
+        while (view := self._wait_for_view(known_cost)) is None:
+            known_cost = self.start_cost
+            on_start_cost()
+        return view
+
+    def _wait_for_view(self, known_cost: StartCost | None) -> interface.StartWorkers | None:
+        """Return the view, or None once `start_cost` is not the known one any more."""
+        with self._condition:
+            while self._view is None and self._outcome is None and self.start_cost == known_cost:
+                self._wait_for_change()
+            self.raise_if_over()
+            return self._view
 
     def begin_preparation(self) -> None:
         """Note that this node's new workers would take long to start; from any thread."""

@@ -29,6 +29,7 @@ from elastic_resume.policy.wording import describe_standby_failure, describe_sta
 
 logger = logging.getLogger(__name__)
 
+POLL_INTERVAL_S = 0.005
 # What a standby does is no part of a generation, so it cannot write into the events either.
 REMOVED_VARIABLES = {name.decode() for name in forkserver.VARIABLES_OF_A_GENERATION} | {
     *("TORCHELASTIC_ERROR_FILE", constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
@@ -65,7 +66,7 @@ class StandbyWorkers:
 
         The kernel kills the launcher shims when the thread that started them ends.
         """
-        kept = {rank for rank in range(self._local_world_size) if self._has_process(rank)}
+        kept = {rank for rank in range(self._local_world_size) if self._starts(rank) or is_kept(rank)}
         ranks = choose_standby_ranks(cost, kept, self._local_world_size, is_possible=self._is_possible)
         if not ranks or cost is None:
             return
@@ -83,10 +84,18 @@ class StandbyWorkers:
         for process in self._processes.values():
             process.kill()
 
-    def _has_process(self, rank: int) -> bool:
-        """Return whether a worker of the local rank is parked, or starts as a standby."""
+    def wait_for_supervisors(self, is_over: Callable[[], bool]) -> None:
+        """Wait until torchelastic's launcher shims can find the standbys that start, or until ``is_over``.
+
+        A launcher shim that finds none would start a second worker.
+        """
+        while not is_over() and any(self._starts(rank) and not is_kept(rank) for rank in self._processes):
+            time.sleep(POLL_INTERVAL_S)
+
+    def _starts(self, rank: int) -> bool:
+        """Return whether a standby of the local rank has not parked yet."""
         process = self._processes.get(rank)
-        return (process is not None and process.poll() is None) or is_parked(rank)
+        return process is not None and process.poll() is None
 
     def _spawn(self, rank: int, cost: StartCost) -> subprocess.Popen[bytes]:
         environ = {k: v for k, v in os.environ.items() if k not in REMOVED_VARIABLES}
@@ -114,14 +123,11 @@ class StandbyWorkers:
         self._on_end()
 
 
-def is_parked(local_rank: int) -> bool:
-    """Return whether a supervisor of this agent keeps a worker of the local rank.
+def is_kept(local_rank: int) -> bool:
+    """Return whether a supervisor of this agent waits for the next launcher shim of the local rank.
 
-    It listens on a name that no other process can bind meanwhile.
+    It ignores a connection that brings no request.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(worker_request.parked_address(str(local_rank)))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
+        probe.setblocking(False)
+        return probe.connect_ex(worker_request.parked_address(str(local_rank))) in {0, errno.EAGAIN}

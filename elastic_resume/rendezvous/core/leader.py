@@ -130,7 +130,7 @@ class Leader(Role):
         """The newest of each node, by its name."""
         self.last_comparison: SlowRank | None = None
         """The rank that was slow in the last comparison of own times; perhaps not named yet."""
-        self.heartbeat = self._make_heartbeat()
+        self.heartbeat = messages.Heartbeat(start_cost=state.start_cost)  # shared, so that it is encoded once
         self.admission = Admission(state, self.peers, self._remove_peer)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
@@ -160,7 +160,7 @@ class Leader(Role):
         )
 
     def _make_heartbeat(self) -> messages.Heartbeat:
-        """Return the heartbeat for all followers. It is shared, so that it is encoded once."""
+        """Return the heartbeat for all followers."""
         return messages.Heartbeat(slow_rank=self.state.slow_rank, start_cost=self.state.start_cost)
 
     def _send(self, peer: Peer, message: messages.Message) -> None:

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,14 +99,36 @@ def test_node_joins_when_all_missing_workers_have_parked(
     node.let_shims_end(2)
     assert node.has_ended.wait(30)
     assert caplog.messages[0] == (
-        "local rank 1 keeps the process; local ranks 0, 2 start before this node joins, in 20 s as measured. "
-        "Other nodes that are enough train meanwhile."
+        "local rank 1 keeps its process; local ranks 0, 2 start before this node joins, which takes about "
+        "20 s. Other nodes that are enough train meanwhile."
     )
     assert caplog.messages[1].startswith("all workers of this node stand at er.resume() after ")
     park(0)
     park(2)
     workers.start_missing(COST)
     assert node.begun == 1
+
+
+def test_view_that_needs_the_node_waits_for_the_supervisors_of_standbys(
+    node: Node, park: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for their end: torchelastic's launcher shims connect, and wait for that."""
+    workers = node.open(f"exit {constants.EXIT_PARKED}")
+    workers.start_missing(COST)
+    node.wait_for_shims("0", "1", "2")
+    to_listen, looks = [2, 0, 1], []
+
+    def look(_: float) -> None:
+        looks.append(1)
+        park(to_listen.pop())
+
+    monkeypatch.setattr(time, "sleep", look)
+    workers.wait_for_supervisors(lambda: False)
+    assert len(looks) == 3
+    to_listen.append(7)
+    workers.wait_for_supervisors(lambda: True)
+    assert len(looks) == 3
+    workers.close()
 
 
 @pytest.mark.parametrize(
