@@ -81,8 +81,9 @@ class Result:
             self.names |= {"ours": "elastic_resume\nrestart", "in-process": "elastic_resume\nin-process"}
         self.setup_s, facts = result.get("setup_s", 0.0), result["machine"]
         self.set_up = (
-            f"three nodes on {facts['cores']} cores ({facts['processor']}), a small DDP model on gloo"
-            + f",\n{self.setup_s:.0f} s of work above er.resume()" * bool(self.setup_s)
+            f"three nodes on {facts['cores']} cores ({facts['processor']}),\na small DDP model on gloo"
+            + f", {self.setup_s:.0f} s of work above er.resume()" * bool(self.setup_s)
+            + ",\nand another process takes one core" * result.get("busy_core", False)
         )
         self.versions = (
             f"torch {facts['torch'].partition('+')[0]}"
@@ -184,7 +185,7 @@ def draw_lives(axes: Axes, y: int, lives: list[dict[str, Any]], end: float, them
         elif following["pid"] == life["pid"]:
             spans.append((theme["other"], life["end"], following["born"]))
         for color, start, stop in spans:
-            axes.barh(y, stop - start, 0.6, left=start, color=color)
+            axes.barh(y, stop - start, 0.6, left=start, color=color, edgecolor=color, lw=0.6)  # no seams
 
 
 def finish(axes: Axes, theme: dict[str, str]) -> None:
