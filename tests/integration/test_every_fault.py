@@ -113,6 +113,8 @@ ONLY_IN_SOAK = {
     "cut": "system/network/test_silent_loss.py",
     "cut-out": "unit/testing/test_fault_runner.py",  # on fake links; "cut-in" has real ones here
 }
+# Rank 0 waits for nobody when it sends its buffers. Behind a cut it may finish a step that the others cannot.
+CUTS = {"cut", "cut-out", "cut-in", "partition", "poweroff"}
 AT_THE_END = {"torn-write", "bit-flip", "skip-collective"}  # see `run_process_faults`
 
 
@@ -215,9 +217,13 @@ def find_mismatches(report: RunReport, spans: dict[Case, tuple[int, int]]) -> li
     mismatches = []
     rows = {row.number: row for row in report.history.generations}
     for each, (before, after) in spans.items():
-        ends = [row.end.text for number, row in rows.items() if before <= number < after]
+        ended_rows = [row for number, row in rows.items() if before <= number < after]
+        ends = [row.end.text for row in ended_rows]
         if each.ended and not any(re.search(each.ended, text) for text in ends):
             mismatches.append(f"{each.fault}: ended because {each.ended!r}, not {ends}")
+        lost_steps = sum(row.recomputed_steps or 0 for row in ended_rows)
+        if lost_steps > (1 if each.fault.what in CUTS else 0):
+            mismatches.append(f"{each.fault}: {lost_steps} steps were recomputed")
         if not each.ended and after != before:
             mismatches.append(f"{each.fault}: cost generations {before} to {after}: {ends}")
         if each.alert and not has_alert(report, each.alert):
@@ -239,7 +245,6 @@ def run_process_faults(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS, env=env) as cluster:
         start(cluster)
         spans = inject_all(cluster, OF_PROCESSES)
-        recoveries = cluster.recoveries
         before = newest_generation(cluster)
         damage_and_kill_all(cluster)
         damaged = wait_until_steady(cluster)
@@ -249,7 +254,6 @@ def run_process_faults(tmp_path: Path) -> None:
         report = read_report(cluster)
     mismatches = find_mismatches(report, spans)
     assert not mismatches, "\n".join(mismatches)
-    assert not [recovery for recovery in recoveries if recovery.lost_steps != 0]
     rows = {row.number: row for row in report.history.generations}
     assert rows[before].end.text == "whole job killed"
     reasons = {rejected.node: rejected.text for rejected in rows[damaged].rejected}
@@ -297,4 +301,3 @@ def run_machine_faults(tmp_path: Path) -> None:
         report = read_report(cluster)
     mismatches = find_mismatches(report, spans)
     assert not mismatches, "\n".join(mismatches)
-    assert report.history.recomputed_steps == 0
