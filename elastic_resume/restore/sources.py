@@ -278,7 +278,7 @@ def reserve_slot(
     slot = client.acquire_slot(manifest) if client is not None else None
     if slot is None or client is None:
         return None
-    buffer = StreamingBuffer(slot.memory[: manifest.file_bytes], slot)
+    buffer = StreamingBuffer(slot.memory[: manifest.file_bytes], slot, slot)
     return buffer, slot, functools.partial(client.populate, slot)
 
 

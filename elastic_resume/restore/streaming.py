@@ -26,6 +26,7 @@ from torch import Tensor
 from elastic_resume.checkpoint.layout import Layout, header_size
 from elastic_resume.errors import CheckpointError, CorruptError, PeerFailedError
 from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.slots.slot_memory import Slot
 from elastic_resume.state.state_dict import TensorBuffer
 
 WATERMARK_FAILED = (1 << 64) - 1
@@ -59,11 +60,12 @@ class LocalWatermark:
 class StreamingBuffer:
     """The bytes of a state, and the watermark below which they may be used."""
 
-    def __init__(self, memory: memoryview, watermark: Watermark) -> None:
-        """``memory`` has exactly the size of the state."""
+    def __init__(self, memory: memoryview, watermark: Watermark, slot: Slot | None = None) -> None:
+        """``memory`` has exactly the size of the state; it is the beginning of ``slot``, if that is given."""
         self.memory = memory
         self.error: BaseException | None = None
         self._watermark = watermark
+        self._slot = slot
         self._cancelled = False
         self._tensor_buffer: TensorBuffer | None = None
         self._changed = threading.Condition()
@@ -74,6 +76,13 @@ class StreamingBuffer:
         return cls(memory, LocalWatermark(len(memory)))
 
     # ---- for the thread that fills it ------------------------------------------------------------------
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Store ``data`` at byte ``at``. Raises MachineError if the node has no memory for it."""
+        if self._slot is not None:
+            self._slot.write(at, data)
+        else:
+            self.memory[at : at + len(data)] = data
 
     def advance(self, arrived_bytes: int) -> None:
         """Record that the first ``arrived_bytes`` are in place and verified.
