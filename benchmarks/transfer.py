@@ -1,7 +1,8 @@
 """Measure the transfer of a state between nodes, beside gloo's broadcast of as many bytes in the same run.
 
 Each node is a process, forked from this one. The holder has the state in a slot, and a receiver has a new
-slot, without memory or with it ("allocated slot"). gloo's broadcast goes into touched memory. Processors are those of the processes, both ends together.
+slot, without memory or with it ("mapped slot"). gloo's broadcast goes into touched memory. Processors are
+those of the processes, both ends together.
 
     loopback     one holder, one receiver; both share this machine's cores
     10 Gbit/s    the same over a loopback that is limited to 10 Gbit/s (tc, in a network namespace: for root)
@@ -75,7 +76,8 @@ def run_node(line: Connection, host: str, namespace: str, size: int, role: str) 
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
     slot = make_slot(size, fresh=role == "fresh")
-    buffer = StreamingBuffer(slot.memory, LocalWatermark(size if role == "holder" else 0), slot)
+    watermark = LocalWatermark(size if role == "holder" else 0)
+    buffer = StreamingBuffer(slot.memory, watermark, slot if role == "fresh" else None)
     table = BlockTable(buffer, BLOCK_BYTES)
     server = BlockServer(table, role, host)
     line.send(server.sender.to_json())
@@ -179,11 +181,11 @@ def verdict(what: str, value: float, target: float, *, at_most: bool = False) ->
 def compare(title: str, options: argparse.Namespace) -> dict[str, Result]:
     """Compare with the broadcast, on this process's loopback."""
     size = options.megabytes * 10**6
-    found: dict[str, list[Result]] = {"ours": [], "ours, allocated slot": [], "gloo broadcast": []}
+    found: dict[str, list[Result]] = {"ours": [], "ours, mapped slot": [], "gloo broadcast": []}
     for repetition in range(options.repetitions):
         found["ours"].append(measure_transfer(size, ["127.0.0.1"] * 2, [""] * 2))
         found["gloo broadcast"].append(measure_broadcast(size, 29_600 + repetition))
-        found["ours, allocated slot"].append(measure_transfer(size, ["127.0.0.1"] * 2, [""] * 2, "touched"))
+        found["ours, mapped slot"].append(measure_transfer(size, ["127.0.0.1"] * 2, [""] * 2, "touched"))
     print(f"\n{title}, {options.megabytes} MB{'seconds':>20}{'GB/s':>9}{'processors':>12}")
     rows = {name: print_row(name, results, size) for name, results in found.items()}
     ratio = statistics.median(

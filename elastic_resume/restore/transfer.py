@@ -367,17 +367,24 @@ class _Receiver:
             raise _SenderFailedError("its own state has failed")
         digest = _receive_exactly(connection, _DIGEST_BYTES)
         failpoints.hit("transfer.receive")
-        start, stop = self._table.start(index), self._table.start(index + 1)
-        piece, computed = memoryview(bytearray(_PIECE_BYTES)), xxhash.xxh3_128()
-        deadline = time.monotonic() + BLOCK_TIMEOUT_S
-        for at in range(start, stop, _PIECE_BYTES):
-            part = piece[: stop - at]
-            _receive_into(connection, part, deadline)
-            computed.update(part)
-            self._table.buffer.write(at, part)
-        if computed.digest() != digest:
+        if self._receive_and_digest(connection, index) != digest:
+            start, stop = self._table.start(index), self._table.start(index + 1)
             raise _SenderFailedError(f"bytes {start} to {stop} of the state arrived damaged")
         self._table.set_digest(index, digest)
+
+    def _receive_and_digest(self, connection: socket.socket, index: int) -> bytes:
+        slot, block = self._table.buffer.unmapped_slot, self._table.block(index)
+        computed, deadline = xxhash.xxh3_128(), time.monotonic() + BLOCK_TIMEOUT_S
+        scratch = memoryview(bytearray(_PIECE_BYTES if slot is not None else 0))
+        for at in range(0, len(block), _PIECE_BYTES):
+            piece = block[at : at + _PIECE_BYTES]
+            if slot is not None:
+                piece = scratch[: len(piece)]
+            _receive_into(connection, piece, deadline)
+            computed.update(piece)
+            if slot is not None:
+                slot.write(self._table.start(index) + at, piece)
+        return computed.digest()
 
 
 # ---- connections -------------------------------------------------------------------------------------

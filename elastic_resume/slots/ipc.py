@@ -164,9 +164,7 @@ class SnapshotClient:
             connection.sendall(json.dumps(request).encode() + b"\n")
         descriptors: list[int] = []
         while b"\n" not in self._received:
-            data, received, _, _ = socket.recv_fds(
-                connection, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-            )
+            data, received, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             descriptors += received
             self._received += data
             if not data or len(self._received) > MAX_MESSAGE_BYTES:
@@ -347,6 +345,10 @@ class SlotClient:
         slot.record.set("plan_id", 0)  # the image is about to be overwritten, with its header
         slot.watermark = 0
         return slot
+
+    def is_populated(self, slot: Slot) -> bool:
+        """Return whether all pages of the slot are mapped in this process."""
+        return (slot.index, slot.serial) in self._populated
 
     def populate(self, slot: Slot) -> None:
         """Map all pages of a slot; another thread may fill it meanwhile.

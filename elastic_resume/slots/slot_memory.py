@@ -72,6 +72,7 @@ from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS
 MAX_SLOTS = 8  # three in use, three larger ones that replace them, and two spare
 PAGE_BYTES = 4096
 SMALL_SLOT_BYTES = 64 << 20  # created, mapped and populated in some 50 ms, so no thread is needed
+_METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
 COPY_FAILED = 1  # stored as a rank's snapshot id when its copy failed; never a valid id
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
@@ -511,6 +512,11 @@ def round_up_to_page(count: int) -> int:
 def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int) -> int:
     """Return the slot size for such snapshots, with room for the dynamic part to double."""
     return sum(map(round_up_to_page, (image_bytes, static_bytes, 2 * dynamic_bytes + (64 << 10))))
+
+
+def estimate_slot_bytes(state_bytes: int) -> int:
+    """Return the size of a slot for a state whose header and metadata are unknown."""
+    return state_bytes + state_bytes // 64 + _METADATA_HEADROOM_BYTES
 
 
 def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:

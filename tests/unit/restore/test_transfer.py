@@ -314,7 +314,7 @@ def test_receive_without_memory_raises_machine_error(serve: Serve, monkeypatch: 
     def refuse(*_: object) -> None:
         raise MachineError("no memory")
 
-    monkeypatch.setattr(StreamingBuffer, "write", refuse)
+    monkeypatch.setattr(transfer._Receiver, "_receive_and_digest", refuse)
     with pytest.raises(MachineError, match="no memory"):
         receive(empty_table(), [serve("a").sender], 1)
 
