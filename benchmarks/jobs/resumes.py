@@ -10,8 +10,10 @@ with the saved one.
     disk       nothing of the checkpoint is in the page cache, and nothing is in memory
     fresh      two processes on gloo, whose nodes share no directory: one holds the newest step, one nothing.
                Both share this machine's cores, which a broadcast over loopback saturates by itself; so it is
-               measured again
-               over a link of 10 Gbit/s, as two machines have (tc, in a network namespace: for root)
+               measured again over a link of 10 Gbit/s, as two machines have (tc, in a network namespace: for
+               root)
+    prepared   the same, but both have touched the memory of the optimizer and of a slot before, as in a
+               process that has trained, and in one that waits at `er.resume()` (restore/warm_memory.py)
 
 Limits, from the same kind of process: one memcpy of the state into the model and a new optimizer state; four
 reads of 16 MiB at a time past the page cache; gloo's broadcast within touched memory.
@@ -21,6 +23,7 @@ reads of 16 MiB at a time past the page cache; gloo's broadcast within touched m
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -29,6 +32,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -45,6 +49,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import elastic_resume as er
 from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.ranks import rank_context
+from elastic_resume.restore import coordinator, warm_memory
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.training import run as _run  # noqa: F401  the fork server has imported it too
 from jobs.trained import (
     BLOCK_BYTES,
@@ -81,6 +88,7 @@ FORK = multiprocessing.get_context("fork")
 LOOK_S = 0.01
 REQUESTS_IN_FLIGHT = 4  # a virtual disk gives a sixth less to one reader
 EXPECTED, PICKLED, DCP = "expected.json", "state.pt", "dcp"
+PREPARED = "prepared"
 
 
 # ---- in the new process ----------------------------------------------------------------------------------
@@ -98,6 +106,16 @@ def train(directory: Path, megabytes: int) -> int:
     save(training.plain, checkpoint_id=directory / DCP, no_dist=True)
     (directory / EXPECTED).write_text(json.dumps(training.prints()))
     return training.bytes
+
+
+def prepare(training: Training) -> None:
+    """Touch the memory that the restore needs, and let it be used there."""
+    client = SlotClient(os.environ[constants.ENV_COMMITTER], 0, is_local_leader=True)
+    pool = warm_memory.prepare(training.tracked, 3 * training.bytes, client)  # no state yet: a third of it
+    while not client.list_writable(3 * training.bytes):
+        time.sleep(LOOK_S)
+    vars(rank_context)["SlotClient"] = lambda *_, **__: client
+    coordinator.restore = functools.partial(coordinator.restore, tensor_pool=pool)
 
 
 def load_torch(training: Training, directory: Path) -> None:
@@ -169,6 +187,8 @@ def child(  # noqa: PLR0917  a process gets them as a tuple
     with torch.no_grad():
         for parameter in training.model.parameters():
             parameter.zero_()
+    if PREPARED in environ:
+        prepare(training)
     ways: dict[str, Callable[[], Callable[[], Any]]] = {
         "ours": lambda: lambda: er.resume(**training.tracked),
         "torch.load": lambda: lambda: load_torch(training, directory),
@@ -303,11 +323,11 @@ class Bench:
         for _ in range(self.repetitions):
             self.resume("memory", "ours,memcpy", environ)
 
-    def to_fresh_node(self, environ: dict[str, str], row: str, methods: str) -> None:
+    def to_fresh_node(self, environ: dict[str, str], row: str, methods: str, **more: str) -> None:
         for _ in range(self.repetitions):
             shutil.rmtree(self.directory / "other", ignore_errors=True)
             with start_committer(self.directory / "other", "fresh") as fresh:
-                self.resume(row, methods, *_ranks([environ, fresh]))
+                self.resume(row, methods, *_ranks([environ | more, fresh | more]))
 
     def from_disk(self) -> None:
         (newest, *_) = Catalog(self.directory / RUN / NODE, RUN).list_valid()
@@ -342,6 +362,7 @@ def main() -> None:
         bench.prepare(environ)
         bench.from_memory(environ)
         bench.to_fresh_node(environ, "fresh", "ours,broadcast,broadcast_object_list")
+        bench.to_fresh_node(environ, PREPARED, "ours,broadcast", prepared="1")
         if OWN_NETWORK in sys.argv:
             subprocess.run(LIMIT_LINK, check=True)
             bench.to_fresh_node(environ, "10 Gbit/s", "ours,broadcast")

@@ -28,11 +28,11 @@ from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.policy.step_boundary import StepBoundary, decide_actions
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.slot_memory import encode_snapshot_id
 
 NEVER = 1 << 62  # a step
-METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
 WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
 SMOOTHING_WEIGHT = 0.3  # weight of the newest measurement
 
@@ -120,7 +120,7 @@ class SnapshotScheduler:
             # The size is an estimate: slots filled by a restore or an earlier generation are kept.
             states = self._slot_client.control_block.read_slots()
             capacities = [slot.capacity for slot in states if slot.capacity > state_bytes]
-            default = state_bytes + state_bytes // 64 + METADATA_HEADROOM_BYTES
+            default = slot_memory.estimate_slot_bytes(state_bytes)
             self._slot_client.prepare_slots(min(capacities, default=default), is_estimate=True)
 
     def after_step(self, position: Position, *, may_commit: bool = True, is_epoch_over: bool = False) -> None:

@@ -67,6 +67,7 @@ from elastic_resume.restore.streaming import (
     is_local_state_error,
 )
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
+from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.state import load_objects
 from elastic_resume.units import format_bytes
@@ -137,6 +138,7 @@ class _StateLoader:
     tracked: Mapping[str, Any]
     manifest: Manifest
     values: SourceValues
+    tensor_pool: TensorPool
     loaded_bytes: int = 0  # for the display of progress
 
     def load(self, buffer: StreamingBuffer) -> None:
@@ -154,7 +156,9 @@ class _StateLoader:
             self.loaded_bytes += tensor.nbytes
             return tensor
 
-        prefetcher = Prefetcher(names if is_large else (), lambda name: buffer_of(name).get_tensor(name))
+        prefetcher = Prefetcher(
+            names if is_large else (), lambda name: self.tensor_pool.copy(buffer_of(name).get_tensor(name))
+        )
         try:
             load_objects.load_into(
                 tracked,
@@ -183,10 +187,17 @@ class _Exchange:
 class RestoreAttempt:
     """One attempt of all ranks to load the state of a plan: open, exchange, load, compare notes."""
 
-    def __init__(self, context: RankContext, plan: ResumePlan, slot_client: SlotClient | None) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        plan: ResumePlan,
+        slot_client: SlotClient | None,
+        tensor_pool: TensorPool | None = None,
+    ) -> None:
         self._context = context
         self._plan = plan
         self._slot_client = slot_client
+        self._tensor_pool = tensor_pool or TensorPool()
         self._sources = list_sources(context, slot_client)
         self._saved_state = plan.saved_state_for(context.node)  # None: this node receives the state
         self._tasks: list[BackgroundTask] = []
@@ -209,7 +220,7 @@ class RestoreAttempt:
         manifest = Manifest.parse(described[0].encode())
         values = SourceValues(_parse_values_layout(described[1], described[2], plan.nbytes))
         exchange = _Exchange(opened)
-        loader = _StateLoader(tracked, manifest, values)
+        loader = _StateLoader(tracked, manifest, values, self._tensor_pool)
         try:
             if plan.receiving_nodes:
                 exchange = self._start_exchange(opened, manifest)
@@ -297,7 +308,12 @@ class RestoreAttempt:
         complete = self._saved_state is not None and self._saved_state.tier == MEMORY
         nbytes = self._plan.nbytes
         return OpenedState(
-            None, StreamingBuffer(slot.memory[:nbytes], LocalWatermark(nbytes) if complete else slot)
+            None,
+            StreamingBuffer(
+                slot.memory[:nbytes],
+                LocalWatermark(nbytes) if complete else slot,
+                is_filled_elsewhere=not complete,
+            ),
         )
 
     # ---- exchange between nodes ------------------------------------------------------------------------

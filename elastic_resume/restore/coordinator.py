@@ -41,6 +41,7 @@ from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
 from elastic_resume.restore.replica_check import find_first_difference
 from elastic_resume.restore.sources import StateSource, list_sources, take_inventory
+from elastic_resume.restore.warm_memory import TensorPool, count_state_tensors
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import load_objects, state_dict
@@ -88,8 +89,12 @@ def restore(
     progress_page: ProgressPage,
     slot_client: SlotClient | None,
     tracked: Mapping[str, Any],
+    *,
+    tensor_pool: TensorPool | None = None,
 ) -> ResumeResult:
     """Bring the tracked objects of all ranks to the newest state that any node holds.
+
+    ``tensor_pool``: what `warm_memory.prepare` returned. Drop it afterwards, to free what was not used.
 
     Raises:
         NoValidCheckpointError: checkpoints exist and none can be loaded.
@@ -123,7 +128,7 @@ def restore(
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
             loaded = None
             break
-        loaded, failures = RestoreAttempt(context, plan, slot_client).run(tracked)
+        loaded, failures = RestoreAttempt(context, plan, slot_client, tensor_pool).run(tracked)
         if loaded is not None:
             flat, failures = _find_unlike_states(context, plan, tracked)
         if loaded is not None and not failures:
@@ -178,19 +183,10 @@ def estimate_state_bytes(flat: FlatState, tracked: Mapping[str, Any]) -> int:
             leaf.name.startswith(f"{name}/state/") for leaf in flat.leaves
         ):
             size += sum(
-                _count_optimizer_tensors(group) * sum(p.numel() * p.element_size() for p in group["params"])
+                count_state_tensors(group) * sum(p.numel() * p.element_size() for p in group["params"])
                 for group in item.param_groups
             )
     return size
-
-
-def _count_optimizer_tensors(group: Mapping[str, Any]) -> int:
-    """Estimate, from the hyperparameters' names, how many tensors per parameter an optimizer will hold."""
-    if "betas" in group:  # the Adam family
-        return 3 if group.get("amsgrad") else 2
-    if "momentum" in group:  # SGD, RMSprop
-        return bool(group["momentum"]) + ("alpha" in group) + bool(group.get("centered"))
-    return 2
 
 
 def _find_earlier_command(plan: ResumePlan, inventories: list[Inventory]) -> tuple[str, ...] | None:

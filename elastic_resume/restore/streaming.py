@@ -26,6 +26,7 @@ from torch import Tensor
 from elastic_resume.checkpoint.layout import Layout, header_size
 from elastic_resume.errors import CheckpointError, CorruptError, PeerFailedError
 from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.slots.slot_memory import Slot
 from elastic_resume.state.state_dict import TensorBuffer
 
 WATERMARK_FAILED = (1 << 64) - 1
@@ -59,11 +60,28 @@ class LocalWatermark:
 class StreamingBuffer:
     """The bytes of a state, and the watermark below which they may be used."""
 
-    def __init__(self, memory: memoryview, watermark: Watermark) -> None:
-        """``memory`` has exactly the size of the state."""
+    def __init__(
+        self,
+        memory: memoryview,
+        watermark: Watermark,
+        unmapped_slot: Slot | None = None,
+        *,
+        is_filled_elsewhere: bool = False,
+    ) -> None:
+        """Use ``memory``, which has exactly the size of the state.
+
+        Args:
+            memory: where the bytes arrive.
+            watermark: of ``memory``.
+            unmapped_slot: the slot that ``memory`` is the beginning of, if its pages are not mapped yet.
+            is_filled_elsewhere: whether another process fills it.
+
+        """
         self.memory = memory
+        self.unmapped_slot = unmapped_slot
         self.error: BaseException | None = None
         self._watermark = watermark
+        self._poll_interval_s = _POLL_INTERVAL_S if is_filled_elsewhere else STALL_TIMEOUT_S
         self._cancelled = False
         self._tensor_buffer: TensorBuffer | None = None
         self._changed = threading.Condition()
@@ -117,17 +135,19 @@ class StreamingBuffer:
     def wait_for_bytes(self, count: int) -> None:
         """Wait until the first ``count`` bytes may be used. Raises the filling thread's error."""
         available = self.available_bytes()
-        deadline = time.monotonic() + STALL_TIMEOUT_S
         while available < count:
-            with self._changed:
-                self._changed.wait(_POLL_INTERVAL_S)
-            before, available = available, self.available_bytes()
-            if available > before:
-                deadline = time.monotonic() + STALL_TIMEOUT_S
-            elif time.monotonic() > deadline:
+            available = self._wait_for_progress(available)
+
+    def _wait_for_progress(self, before: int) -> int:
+        deadline = time.monotonic() + STALL_TIMEOUT_S
+        while (available := self.available_bytes()) <= before:
+            if time.monotonic() > deadline:
                 raise PeerFailedError(
                     f"no byte of the state arrived for {STALL_TIMEOUT_S:.0f} s, after {available} bytes"
                 )
+            with self._changed:
+                self._changed.wait_for(lambda: self._watermark.watermark > before, self._poll_interval_s)
+        return available
 
     def has_bytes_within(self, count: int, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` for the first ``count`` bytes; return whether they may be used now.
@@ -205,19 +225,19 @@ class BackgroundTask:
 
 
 class Prefetcher:
-    """Copies tensors out of a buffer in threads, ahead of the thread that loads them.
+    """Makes tensors in threads, ahead of the thread that loads them.
 
     A copy touches new memory: for 415 MB that takes 0.2 s, longer than everything else in a load from memory.
     """
 
-    def __init__(self, names: Iterable[str], get_tensor: Callable[[str], Tensor]) -> None:
-        """Start copying ``names``, in that order; ``get_tensor`` waits for a tensor and returns a view."""
-        self._get_tensor = get_tensor
+    def __init__(self, names: Iterable[str], copy_tensor: Callable[[str], Tensor]) -> None:
+        """Start copying ``names``, in that order; ``copy_tensor`` waits for a tensor and returns a copy."""
+        self._copy = copy_tensor
         self._executor = ThreadPoolExecutor(_PREFETCH_THREADS, "elastic-resume-copy")
-        self._copies = {name: self._executor.submit(self._copy, name) for name in names}
+        self._copies = {name: self._executor.submit(copy_tensor, name) for name in names}
 
     def make_tensor(self, name: str) -> Tensor:
-        """Return a copy of a tensor, which the caller owns. Raises the errors of ``get_tensor``."""
+        """Return a copy of a tensor, which the caller owns. Raises the errors of ``copy_tensor``."""
         copy = self._copies.pop(name, None)
         if copy is None or copy.cancel():  # no thread has begun with it
             return self._copy(name)
@@ -226,9 +246,6 @@ class Prefetcher:
     def close(self) -> None:
         """Stop copying, and join the threads."""
         self._executor.shutdown(cancel_futures=True)
-
-    def _copy(self, name: str) -> Tensor:
-        return self._get_tensor(name).clone()
 
 
 def broadcast_buffer(collectives: Collectives, buffer: StreamingBuffer, source_rank: int) -> None:

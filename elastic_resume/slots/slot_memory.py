@@ -52,12 +52,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import json
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -72,6 +72,7 @@ from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS
 MAX_SLOTS = 8  # three in use, three larger ones that replace them, and two spare
 PAGE_BYTES = 4096
 SMALL_SLOT_BYTES = 64 << 20  # created, mapped and populated in some 50 ms, so no thread is needed
+_METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
 COPY_FAILED = 1  # stored as a rank's snapshot id when its copy failed; never a valid id
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
@@ -342,13 +343,15 @@ class Slot:
     """A slot, mapped by one process."""
 
     def __init__(self, descriptor: int, capacity: int, serial: int, record: SlotRecord) -> None:
-        """Map the slot; the caller keeps ``descriptor``."""
+        """Map the slot. ``descriptor`` is closed when nothing refers to this object any more."""
         self.index = record.index
         self.serial = serial
         self.capacity = capacity
         self.record = record
         self._map = mmap.mmap(descriptor, capacity)
         self.memory = memoryview(self._map)
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
     @property
     def watermark(self) -> int:
@@ -439,10 +442,25 @@ class Slot:
             raise CorruptError(f"snapshot: its metadata is of {manifest.version}, its id {snapshot_id:#x}.")
         return manifest, image
 
+    def write(self, at: int, data: memoryview) -> None:
+        """Store ``data`` at byte ``at``; a store into the mapping costs twice as much in new memory.
+
+        Raises:
+            MachineError: there is not enough memory.
+
+        """
+        done = 0
+        with _raise_memory_errors():
+            while done < len(data):
+                done += os.pwrite(self.descriptor, data[done:], at + done)
+
     def populate(self) -> None:
-        """Map all pages now; see `populate_pages`."""
+        """Allocate and map all pages now; see `populate_pages`."""
         for at in range(0, self.capacity, _POPULATE_CHUNK_BYTES):
-            populate_pages(self.memory[at : at + _POPULATE_CHUNK_BYTES])
+            size = min(_POPULATE_CHUNK_BYTES, self.capacity - at)
+            with _raise_memory_errors():
+                os.posix_fallocate(self.descriptor, at, size)  # a quarter cheaper than by page faults
+            populate_pages(self.memory[at : at + size])
 
     def _static_digest(self, static: bytes) -> int:
         """Digest the header in the slot together with the static JSON."""
@@ -470,21 +488,20 @@ def populate_pages(memory: memoryview) -> None:
     if _libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) != 0:
         error = ctypes.get_errno()
         if error != errno.EINVAL:  # Linux before 5.14; the first store then maps the page
-            raise MachineError(
-                f"this node has no memory for the state ({os.strerror(error)}): free some, or lower "
-                "ELASTIC_RESUME_SNAPSHOT_MEMORY."
-            )
+            with _raise_memory_errors():
+                raise OSError(error, os.strerror(error))
 
 
-@functools.cache
-def can_populate_pages() -> bool:
-    """Return whether `populate_pages` works on this kernel."""
-    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
-        try:
-            memory.madvise(_MADV_POPULATE_WRITE)
-        except OSError:
-            return False
-    return True
+@contextlib.contextmanager
+def _raise_memory_errors() -> Iterator[None]:
+    """Turn an OSError into a MachineError."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"this node has no memory for the state ({error.strerror}): free some, or lower "
+            "ELASTIC_RESUME_SNAPSHOT_MEMORY."
+        ) from error
 
 
 def round_up_to_page(count: int) -> int:
@@ -497,12 +514,17 @@ def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int)
     return sum(map(round_up_to_page, (image_bytes, static_bytes, 2 * dynamic_bytes + (64 << 10))))
 
 
+def estimate_slot_bytes(state_bytes: int) -> int:
+    """Return the size of a slot for a state whose header and metadata are unknown."""
+    return state_bytes + state_bytes // 64 + _METADATA_HEADROOM_BYTES
+
+
 def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:
     """Create a sealed anonymous file, by default with all its memory allocated; return its descriptor.
 
     Allocation and sealing prevent SIGBUS: a store could otherwise hit a page that cannot be allocated or was
     truncated. /dev/shm is not used, because containers limit it to 64 MB and files in it outlive us. With
-    ``allocate`` false each writer calls `populate_pages` first, which overlaps with its other work.
+    ``allocate`` false each writer uses `Slot.write` or `Slot.populate`.
 
     Raises:
         OSError: there is not enough memory.
@@ -514,19 +536,14 @@ def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        if allocate or not can_populate_pages():
-            allocate_memory_file(descriptor, size)
+        if allocate:
+            for at in range(0, size, _POPULATE_CHUNK_BYTES):
+                os.posix_fallocate(descriptor, at, min(_POPULATE_CHUNK_BYTES, size - at))
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_GROW)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def allocate_memory_file(descriptor: int, size: int) -> None:
-    """Allocate the memory of a file of `create_memory_file`; raise OSError if there is not enough."""
-    for at in range(0, size, _POPULATE_CHUNK_BYTES):
-        os.posix_fallocate(descriptor, at, min(_POPULATE_CHUNK_BYTES, size - at))
 
 
 def merge_state(

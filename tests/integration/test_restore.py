@@ -293,7 +293,7 @@ def test_streaming_buffer_raises_fillers_error_in_all_readers(arriving: Streamin
 
 def test_prefetcher_returns_separate_copies_and_raises_fillers_error(arriving: StreamingBuffer) -> None:
     """Objects with tied tensors do not share them."""
-    copies = Prefetcher(["model.weight", "model.mask"], arriving.get_tensor)
+    copies = Prefetcher(["model.weight", "model.mask"], lambda name: arriving.get_tensor(name).clone())
     arriving.advance(len(arriving.memory) - 1)
     first, second = copies.make_tensor("model.weight"), copies.make_tensor("model.weight")
     first.zero_()
