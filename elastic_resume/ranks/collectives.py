@@ -64,10 +64,16 @@ class Collectives:
         if creates_default and any(name not in os.environ for name in names):
             return cls(0, 1, None)
         connections = connections or GroupConnections()
-        with connections.record():
-            if creates_default:
-                _create_default_group(model_gpus)
-            group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="elastic_resume")
+        try:
+            with connections.record():
+                if creates_default:
+                    _create_default_group(model_gpus)
+                group = dist.new_group(
+                    backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="elastic_resume"
+                )
+        except BaseException:
+            _destroy_process_groups([], creates_default)  # this process may join others
+            raise
         collectives = cls(dist.get_rank(), dist.get_world_size(), group)
         collectives.connections = connections
         connections.groups += [default, group] if (default := dist.group.WORLD) is not None else [group]

@@ -127,6 +127,8 @@ class OwnTime:
         """Measure no more."""
         self._device, self._points, self._first_parameter = None, [], None
         self._remove_hooks()
+        for ddp in self._watched:  # its method refers to this object, and by it to the whole generation
+            vars(ddp).pop("_sync_buffers", None)
 
     def _sync_buffers(self, ddp: DistributedDataParallel) -> None:
         """Run DDP's broadcast of buffers outside the own time, in place of DDP's method of this name."""

@@ -103,13 +103,15 @@ class Interrupter:
 class ScriptState:
     """What a script may change in tracked objects and no checkpoint holds, as it is when training begins.
 
-    These are the train flags of modules, ``requires_grad``, and buffers that are not persistent.
+    These are the train flags of modules, ``requires_grad``, and buffers that are not persistent. An exception
+    at the entry of ``torch.no_grad()`` may also leave gradients off.
     """
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
         models = [item for item in tracked.values() if isinstance(item, nn.Module)]
         modules = dict.fromkeys(module for model in models for module in model.modules())
         self._tracked = tracked
+        self._is_grad_enabled = torch.is_grad_enabled()
         self._training = [(module, module.training) for module in modules]
         self._requires_grad = [(p, p.requires_grad) for model in models for p in model.parameters()]
         self._buffers: list[tuple[Tensor, Tensor]] = [
@@ -121,6 +123,7 @@ class ScriptState:
 
     def reset(self) -> None:
         """Set all of it back, and drop gradients and what a GradScaler knows of an unfinished step."""
+        torch.set_grad_enabled(self._is_grad_enabled)
         for module, is_training in self._training:
             module.training = is_training
         for parameter, requires_grad in self._requires_grad:
@@ -172,6 +175,8 @@ class RestartableCall:
                     try:
                         self._has_left.clear()
                         self._interrupter.arm()
+                        if self._link.is_world_over.is_set():  # before a signal could raise
+                            raise WorldChanged
                         if must_enter:
                             enter()
                         return function()
@@ -191,7 +196,7 @@ class RestartableCall:
             self._link.forbid_parking()
 
     def _interrupt(self) -> None:
-        """Free the main thread; in a thread of its own."""
+        """Free the main thread; in the thread that reads from the supervisor."""
         self._get_connections().cut()
         self._interrupter.interrupt()
         if not self._has_left.wait(SECOND_INTERRUPT_S):

@@ -28,7 +28,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.data.global_batches import MicroBatch
 from elastic_resume.data.rank_values import exchange
-from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.errors import MachineError, UsageError, WorldChanged
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.group_connections import GroupConnections
@@ -50,7 +50,7 @@ from elastic_resume.training.restartable import (
     release_wrapper,
     require_saved_state,
 )
-from elastic_resume.training.run_parts import RunArguments, RunParts, join_ranks, restore_parts
+from elastic_resume.training.run_parts import RunArguments, RunParts, open_context, restore_parts
 from elastic_resume.training.supervisor_link import SupervisorLink
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,8 @@ class Run:
         if name is not None:
             self._bucket_order.prepare(name, inner, wrapped)
             self._own_time.watch(wrapped)
-        failpoints.register_action("skip-collective", lambda: _skip_next_reduction(wrapped))
+        reference = weakref.ref(wrapped)  # the registration outlives the generation
+        failpoints.register_action("skip-collective", lambda: _skip_next_reduction(reference()))
         return wrapped
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -539,7 +540,12 @@ class Run:
         if self._script_state is not None:
             self._script_state.reset()
         self._collectives, self._connections = None, GroupConnections()
-        self._collectives, context = join_ranks(self._arguments, self._connections)
+        if self._link is not None and self._link.is_world_over.is_set():
+            raise WorldChanged  # the former connections were cut, not these
+        base_hook = worker_exit.remove_hook()
+        gpus = state_dict.find_gpus(self._arguments.objects)
+        self._collectives = Collectives.join(gpus, self._connections)
+        context = open_context(self._collectives, self._arguments, base_hook)
         parts = restore_parts(context, self._arguments)
         if has_trained:
             require_saved_state(parts.result.plan.kind)
@@ -727,8 +733,10 @@ class Run:
         self._context.events.close()
 
 
-def _skip_next_reduction(wrapped: DistributedDataParallel) -> None:
+def _skip_next_reduction(wrapped: DistributedDataParallel | None) -> None:
     """Skip the next gradient reduction, as no_sync() in the wrong place does; for the fault injector."""
+    if wrapped is None:
+        return
 
     def restore_reduction(*_: Any) -> None:
         wrapped.require_backward_grad_sync = True

@@ -18,12 +18,10 @@ from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.ranks.collectives import Collectives
-from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
 from elastic_resume.restore import coordinator
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.slots.progress_page import ProgressPage
-from elastic_resume.state import state_dict
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder
 from elastic_resume.training import worker_exit
@@ -67,16 +65,20 @@ class RunParts:
     state_bytes: int
 
 
-def join_ranks(arguments: RunArguments, connections: GroupConnections) -> tuple[Collectives, RankContext]:
-    """Join the process groups of this generation; ``connections`` records them."""
-    collectives = Collectives.join(state_dict.find_gpus(arguments.objects), connections)
+def open_context(
+    collectives: Collectives, arguments: RunArguments, base_hook: worker_exit.Hook
+) -> RankContext:
+    """Gather the nodes' names, and report the exception that ends this process as that of its rank.
+
+    ``base_hook``: see `worker_exit.install_hook`.
+    """
     events = worker_exit.open_event_log(
         arguments.node_dir / constants.EVENTS_FILE, arguments.settings.node_name, collectives.rank
     )
-    worker_exit.install_hook(events)
+    worker_exit.install_hook(events, base_hook)
     if arguments.batches is None:
         elastic_sampler.check_no_per_rank_state(arguments.data, collectives.size)
-    return collectives, RankContext(collectives, arguments.settings, events)
+    return RankContext(collectives, arguments.settings, events)
 
 
 def restore_parts(context: RankContext, arguments: RunArguments) -> RunParts:
@@ -94,7 +96,9 @@ def restore_parts(context: RankContext, arguments: RunArguments) -> RunParts:
     stream = stream if isinstance(stream, ShardedStream) else None
     if stream is not None:
         stream.bind(collectives, before_batch, lambda: heartbeat.end_epoch(progress.position.step))
-    with contextlib.ExitStack() as cleanup:  # a later cell of a notebook may call resume again
+    # Another generation may follow, or a later cell of a notebook that calls resume again.
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(context.events.close)
         node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
         cleanup.callback(node_dir.release)
         page, shared_seed = _open_page_and_share_seed(context, node_dir)
@@ -113,22 +117,23 @@ def restore_parts(context: RankContext, arguments: RunArguments) -> RunParts:
         progress = TrainingProgress(result.manifest, batches, options, collectives, stream)
         if coordinator.DATA in tracked:  # an object that keeps its own position
             progress.repeated_steps = 0
+        if options.seed is not None:
+            random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+        heartbeat = RankHeartbeat(page, context)
+        scheduler = SnapshotScheduler(
+            context,
+            result.plan,
+            result.committed_step,
+            tracked,
+            connection.slot_client,
+            waiting_for_disk=heartbeat.busy,
+        )
+        cleanup.callback(scheduler.close)
+        state_bytes = coordinator.estimate_state_bytes(result.flat_state, tracked)
+        scheduler.reserve_memory(state_bytes)
+        # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
+        context.run_on_all_ranks(lambda: None)
         cleanup.pop_all()
-    if options.seed is not None:
-        random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
-    heartbeat = RankHeartbeat(page, context)
-    scheduler = SnapshotScheduler(
-        context,
-        result.plan,
-        result.committed_step,
-        tracked,
-        connection.slot_client,
-        waiting_for_disk=heartbeat.busy,
-    )
-    state_bytes = coordinator.estimate_state_bytes(result.flat_state, tracked)
-    scheduler.reserve_memory(state_bytes)
-    # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
-    context.run_on_all_ranks(lambda: None)
     rank_values = [item for item in objects.values() if isinstance(item, RankState)]
     return RunParts(
         context,

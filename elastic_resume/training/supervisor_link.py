@@ -49,7 +49,10 @@ class SupervisorLink:
         thread.start()
 
     def allow_parking(self, on_world_over: Callable[[], None]) -> None:
-        """Let the supervisor request parking; ``on_world_over`` is called in the reading thread."""
+        """Let the supervisor request parking; ``on_world_over`` is called in the reading thread.
+
+        It ends before the next generation is read, so that it cannot disturb that one.
+        """
         self._on_world_over = on_world_over
         self._send(b"restartable\n")
 
@@ -76,7 +79,6 @@ class SupervisorLink:
             if name not in environment:
                 del os.environ[name]
         os.environ.update({n: v for n, v in environment.items() if n.startswith(LAUNCHER_VARIABLES)})
-        self.is_world_over.clear()
 
     def _send(self, line: bytes) -> None:
         if os.getpid() == self._pid:  # a forked child is another process
@@ -85,7 +87,8 @@ class SupervisorLink:
 
     def _read(self) -> None:
         unread, streams = b"", list[int]()
-        with contextlib.suppress(OSError, ValueError):
+        # When this thread ends, the closed socket has the supervisor kill this process in place of parking.
+        with self._connection, contextlib.suppress(OSError, ValueError):
             while True:
                 data, received, _, _ = socket.recv_fds(self._connection, 65536, STREAMS)
                 if not data:
@@ -109,7 +112,7 @@ class SupervisorLink:
                 unread = rest[size:]
             else:
                 self.is_world_over.set()
-                threading.Thread(target=self._on_world_over, daemon=True).start()
+                self._on_world_over()
                 unread = rest
         return unread
 
@@ -122,6 +125,7 @@ class SupervisorLink:
             os.close(descriptor)
         streams.clear()
         self._next_environment = json.loads(encoded)
+        self.is_world_over.clear()  # here, because the next request to park may follow at once
         self._resumed.set()
 
 

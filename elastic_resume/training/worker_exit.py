@@ -30,6 +30,8 @@ MAX_HEAD_CHARS, MAX_TAIL_CHARS = 2000, 6000
 """Characters kept of a traceback: JSON may need six bytes for each, and a line of events holds 64 KiB."""
 _PACKAGE_DIR = str(Path(__file__).parents[1])
 
+Hook = Callable[..., Any]
+
 _training_position: dict[str, Any] = {"generation": None, "step": lambda: None}
 
 
@@ -55,12 +57,25 @@ def open_event_log(path: Path, node: str, rank: int) -> EventLog:
     return EventLog(path, memory_path=memory_path, node=node, rank=rank)
 
 
-def install_hook(events: EventLog) -> None:
-    """Report the exception that ends this process to ``events``; replaces an earlier hook of ours."""
+def install_hook(events: EventLog, base_hook: Hook | None = None) -> None:
+    """Report the exception that ends this process to ``events``; replaces an earlier hook of ours.
+
+    ``base_hook`` is the one that `remove_hook` puts back.
+    """
     previous = sys.excepthook
     sys.excepthook = _ExceptHook(
-        events, previous.previous_hook if isinstance(previous, _ExceptHook) else previous
+        events, previous.previous_hook if isinstance(previous, _ExceptHook) else previous, base_hook
     )
+
+
+def remove_hook() -> Hook:
+    """Remove the hook of the last generation, and torch's below it; return the hook that is left.
+
+    `init_process_group` adds a hook each time.
+    """
+    if isinstance(sys.excepthook, _ExceptHook) and sys.excepthook.base_hook is not None:
+        sys.excepthook = sys.excepthook.base_hook
+    return sys.excepthook
 
 
 class _ExceptHook:
@@ -71,9 +86,10 @@ class _ExceptHook:
 
     reported_error: ClassVar[BaseException | None] = None
 
-    def __init__(self, events: EventLog, previous_hook: Callable[..., Any]) -> None:
+    def __init__(self, events: EventLog, previous_hook: Hook, base_hook: Hook | None) -> None:
         self.events = events
         self.previous_hook = previous_hook
+        self.base_hook = base_hook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         DrainRequest.terminate_instead_of_raising(kind)
@@ -185,7 +201,10 @@ class DrainRequest:
         self._pid = os.getpid()
         self._handler_installed = False
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        handler = signal.getsignal(signal.SIGTERM)
+        # An earlier generation that failed at its start has left its handler.
+        is_ours = isinstance(getattr(handler, "__self__", None), DrainRequest)
+        if is_main and (handler is signal.SIG_DFL or is_ours):
             self.install_handler()
 
     def install_handler(self) -> None:

@@ -73,7 +73,7 @@ def run_ranks(
         ]
         outputs = [Path(directory, str(rank)) for rank in range(world_size)]
         words = [str(script), *args]
-        started = [_start_rank(*each, words) for each in zip(outputs, environs, strict=True)]
+        started = [start_rank(*each, words) for each in zip(outputs, environs, strict=True)]
         try:
             codes = [process.wait(timeout_s) for process in started]
         finally:
@@ -84,7 +84,7 @@ def run_ranks(
     return [subprocess.CompletedProcess(words, code, *text) for code, text in zip(codes, texts, strict=True)]
 
 
-def _start_rank(output: Path, env: Mapping[str, str], words: list[str]) -> fork_server.AgentProcess:
+def start_rank(output: Path, env: Mapping[str, str], words: list[str]) -> fork_server.AgentProcess:
     """Start one rank, which writes to ``output`` with the suffixes ``.out`` and ``.err``."""
     command = [sys.executable, str(RANK_PROGRAM), str(output.with_suffix(".err")), *words]
     with output.with_suffix(".out").open("wb") as file:

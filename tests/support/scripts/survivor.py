@@ -1,0 +1,107 @@
+"""Train in a restartable function; in each call tell the test what this process holds.
+
+``survivor.py SOCKET COMPILE``: SOCKET is a unix socket of the test. It gets two connections: one takes the
+place of the socket to the supervisor, and one gets a line of JSON for each call, and for its second step.
+COMPILE says what is compiled: ``above`` the model, above `er.resume`; ``function`` the model, in the
+function; ``ddp`` what `run.ddp` returns; ``nothing``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.optim import optimizer as torch_optimizer
+
+import elastic_resume as er
+from elastic_resume import constants
+
+WIDTH = 512  # one set of gradient buckets that leaks each time would double the memory
+
+
+def connect() -> socket.socket:
+    """Connect to the test."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(sys.argv[1])
+    return connection
+
+
+faulthandler.enable()  # torch's threads may fail in C++
+os.environ[constants.ENV_SUPERVISOR_FD] = str(connect().detach())
+report = connect().makefile("w")
+wanted = sys.argv[2]
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+compiled = torch.compile(model, backend="eager") if wanted == "above" else model
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+batches = er.GlobalBatches(480, 12)
+loader = torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(torch.randn(480, 16)), batch_sampler=batches
+)
+run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches, save_every=1000000)
+
+
+def list_open() -> Counter[str]:
+    """Count the open descriptors by kind."""
+    paths = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return Counter(str(path.readlink()).split(":[")[0] for path in paths)
+
+
+def count_hooks() -> int:
+    """Count the hooks on modules, parameters and optimizers."""
+    owners = [*model.modules(), *model.parameters(), optimizer]
+    tables = [getattr(owner, name) for owner in owners for name in dir(owner) if name.endswith("_hooks")]
+    tables += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    return sum(len(table) for table in tables if isinstance(table, dict))
+
+
+def measure() -> dict[str, Any]:
+    """Return what this process holds."""
+    gc.collect()
+    memory = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    types = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+    return {
+        "descriptors": list_open(),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "memory": sum(int(line.split()[1]) << 10 for line in memory if line.startswith("Private_")),
+        "maps": Path("/proc/self/maps").read_text().count("memfd:"),
+        "objects": types,
+        "hooks": count_hooks(),
+        "signals": {int(number): str(signal.getsignal(number)).split(" at ")[0] for number in signal.Signals},
+        "compiled": {name: dict(counters[name]) for name in ("stats", "frames")},
+    }
+
+
+@run.restartable
+def train() -> None:
+    """Train until the world changes."""
+    print(json.dumps({"call": measure()}), file=report, flush=True)
+    ddp = run.ddp(torch.compile(model, backend="eager") if wanted == "function" else compiled)
+    ddp = torch.compile(ddp, backend="eager") if wanted == "ddp" else ddp
+    steps = 0
+    for _ in run.epochs(1000000):
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            (ddp(inputs).pow(2).mean() * run.loss_weight).backward()
+            optimizer.step()
+            scheduler.step()
+            run.step()
+            steps += 1
+            if steps == 2:
+                print(json.dumps({"step": run.position.step}), file=report, flush=True)
+
+
+train()

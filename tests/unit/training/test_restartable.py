@@ -1,0 +1,209 @@
+"""Test how a restartable function is left and called again, with the test as its supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, cast
+
+import pytest
+
+from elastic_resume.errors import WorldChanged
+from elastic_resume.ranks.group_connections import GroupConnections
+from elastic_resume.training import restartable
+from elastic_resume.training.restartable import INTERRUPT_SIGNAL, Interrupter, RestartableCall
+from elastic_resume.training.supervisor_link import SupervisorLink
+
+RESUME = b"resume 2\n{}"
+
+
+class Connections(GroupConnections):
+    """Connections whose `cut` does what the test wants."""
+
+    def __init__(self, cut: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._cut = cut
+
+    def cut(self) -> None:
+        self._cut()
+
+
+@pytest.fixture(autouse=True)
+def _keep_handler() -> Iterator[None]:
+    handler = signal.getsignal(INTERRUPT_SIGNAL)
+    yield
+    signal.signal(INTERRUPT_SIGNAL, handler)
+
+
+@pytest.fixture
+def supervisor() -> Iterator[tuple[socket.socket, SupervisorLink]]:
+    """Yield the supervisor's end of the socket, and the worker's link."""
+    end, workers_end = socket.socketpair()
+    with end:
+        yield end, SupervisorLink(workers_end)
+
+
+def make_call(link: SupervisorLink, cut: Callable[[], None] = lambda: None) -> RestartableCall:
+    """Return a call that always finds a state to load."""
+    return RestartableCall(link, Interrupter(), leave=lambda: True, get_connections=lambda: Connections(cut))
+
+
+def serve(end: socket.socket, *answers: bytes) -> threading.Thread:
+    """Send an answer each time that the worker has parked."""
+
+    def run() -> None:
+        lines = end.makefile("rb")
+        for answer in answers:
+            while lines.readline() != b"parked\n":
+                pass
+            end.sendall(answer)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_for_interrupt() -> None:
+    """Wait until the test's limit."""
+    threading.Event().wait()
+
+
+def test_request_that_follows_a_resume_at_once_is_not_lost(
+    supervisor: tuple[socket.socket, SupervisorLink],
+) -> None:
+    """Two changes of the world in quick succession: the worker parks twice."""
+    end, link = supervisor
+    serve(end, RESUME + b"park\n", RESUME)
+    calls = []
+
+    def train() -> int:
+        calls.append(link.is_world_over.is_set())
+        if len(calls) == 1:
+            end.sendall(b"park\n")
+            wait_for_interrupt()
+        return len(calls)
+
+    assert make_call(link).run(train) in {2, 3}
+    assert not any(calls)
+    assert not link.is_world_over.is_set()
+
+
+def test_late_cut_does_not_disturb_next_generation(
+    supervisor: tuple[socket.socket, SupervisorLink],
+) -> None:
+    """The main thread has left and has its next generation, before the cut of the last one has ended."""
+    end, link = supervisor
+    server = serve(end, RESUME)
+    cuts = []
+
+    def cut() -> None:
+        """Free the main thread, and end when the supervisor has sent the next generation."""
+        cuts.append(1)
+        failed.set()
+        server.join()
+
+    failed = threading.Event()
+    calls = []
+
+    def train() -> str:
+        calls.append(1)
+        if len(calls) == 1:
+            end.sendall(b"park\n")
+            failed.wait()
+            raise RuntimeError("a collective failed")
+        return "trained"
+
+    assert make_call(link, cut).run(train) == "trained"
+    assert (len(calls), len(cuts)) == (2, 1)
+
+
+def test_swallowed_interrupt_is_repeated(
+    supervisor: tuple[socket.socket, SupervisorLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops an exception in ``__del__``; a script may catch everything."""
+    monkeypatch.setattr(restartable, "SECOND_INTERRUPT_S", 0.05)
+    end, link = supervisor
+    serve(end, RESUME)
+    cuts: list[int] = []
+    swallowed = threading.Event()
+
+    def cut() -> None:
+        cuts.append(1)
+        assert len(cuts) == 1 or swallowed.wait(60)
+
+    def train() -> int:
+        if not swallowed.is_set():
+            end.sendall(b"park\n")
+            try:
+                wait_for_interrupt()
+            except BaseException:  # noqa: BLE001
+                swallowed.set()
+            wait_for_interrupt()
+        return len(cuts)
+
+    assert make_call(link, cut).run(train) == 2
+
+
+def test_failing_cut_has_the_supervisor_kill_the_worker() -> None:
+    """Nothing else would ever read the next generation."""
+    end, workers_end = socket.socketpair()
+
+    def fail() -> None:
+        raise OSError("no descriptor is left")
+
+    with end:
+        SupervisorLink(workers_end).allow_parking(fail)
+        end.sendall(b"park\n")
+        assert end.makefile("rb").read() == b"restartable\n"
+
+
+def test_interrupt_at_any_instruction_keeps_protection_balanced() -> None:
+    """A protected block runs to its end or not at all, and a later interrupt raises."""
+    for instruction in range(1, 1000):
+        interrupter = Interrupter()
+        interrupter.arm()
+        block: list[str] = []
+
+        def work(interrupter: Interrupter = interrupter, block: list[str] = block) -> None:
+            with interrupter.protect():
+                block.append("begin")
+                block.append("end")
+
+        if not run_with_interrupt(work, interrupter, instruction):
+            break
+        assert block in ([], ["begin", "end"])
+        with pytest.raises(WorldChanged):
+            interrupter._handle(0, None)
+    assert instruction > 50
+
+
+def run_with_interrupt(work: Callable[[], None], interrupter: Interrupter, instruction: int) -> bool:
+    """Interrupt ``work`` at its N-th instruction; return whether it has so many. It must raise then."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename not in {__file__, contextlib.__file__, restartable.__file__}:
+            return None  # a weak reference's callback, in which Python drops exceptions
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen += 1
+            if seen == instruction:
+                interrupter._handle(0, None)
+        return trace
+
+    raised = False
+    sys.settrace(cast(Any, trace))
+    try:
+        work()
+    except WorldChanged:
+        raised = True
+    finally:
+        sys.settrace(None)
+    assert raised or seen < instruction
+    return seen >= instruction
