@@ -22,7 +22,9 @@ from elastic_resume.data import batch_size, elastic_sampler, rng
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ConfigError, ElasticResumeError, UsageError
-from elastic_resume.restore import coordinator
+from elastic_resume.restore import coordinator, warm_memory
+from elastic_resume.restore.warm_memory import TensorPool
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import read_start_ticks
 from elastic_resume.state import state_dict
 from elastic_resume.training import worker_exit
@@ -144,7 +146,17 @@ def resume(
         console.show_log("elastic_resume: ", os.environ)
         link = open_link()
         is_standby = constants.ENV_STANDBY in os.environ
+        objects = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "ema": ema,
+        }
+        _check_track(track, {**objects, "data": data})
+        tensor_pool = None
         if is_standby and link is not None:
+            tensor_pool = _touch_memory(state_dict.collect_objects({**objects, **(track or {})}))
             link.park()  # until the node is in a view; what follows reads rank and world size
         _check_random_options(seed, rng)
         _check_resume_mode(resume)
@@ -161,9 +173,7 @@ def resume(
             keep=keep,
             resume=resume,
         )
-        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        objects |= {"ema": ema, "data": data if batches is None else batches}
-        _check_track(track, objects)
+        objects["data"] = data if batches is None else batches
         tracked = state_dict.collect_objects({**objects, **(track or {})})
         _check_single_data_order(tracked, batches)
         node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
@@ -172,11 +182,25 @@ def resume(
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
     options = RunOptions(seed, rng, on_world_change)
-    run = Run(RunArguments(tracked, batches, data, options, settings, start_s), link, standby=is_standby)
+    arguments = RunArguments(tracked, batches, data, options, settings, start_s)
+    run = Run(arguments, link, standby=is_standby, tensor_pool=tensor_pool)
     for wrapper in state_dict.find_ddp_models({"model": model, **(track or {})}):
         run.ddp(wrapper)  # that the script has made; its bucket order is restored
     _resumed.add(node_dir)
     return run
+
+
+def _touch_memory(tracked: Mapping[str, Any]) -> TensorPool | None:
+    """Touch the memory that the restore of a standby will need, before its node is in a view."""
+    size, local_rank = (os.environ.get(n, "") for n in (constants.ENV_STATE_BYTES, constants.ENV_LOCAL_RANK))
+    if not (size.isdigit() and local_rank.isdigit()):
+        return None
+    name = os.environ.get(constants.ENV_COMMITTER, "")
+    client = SlotClient(name, int(local_rank), is_local_leader=int(local_rank) == 0)
+    try:
+        return warm_memory.prepare(tracked, int(size), client)
+    finally:
+        client.close()
 
 
 def _check_second_run(node_dir: Path) -> None:

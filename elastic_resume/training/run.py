@@ -34,6 +34,7 @@ from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.restore import replica_check
 from elastic_resume.restore.coordinator import ResumeResult
+from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, worker_exit
@@ -82,12 +83,19 @@ class Run:
     """One rank's handle on the job. `er.resume` creates it."""
 
     def __init__(
-        self, arguments: RunArguments, link: SupervisorLink | None, *, standby: bool = False
+        self,
+        arguments: RunArguments,
+        link: SupervisorLink | None,
+        *,
+        standby: bool = False,
+        tensor_pool: TensorPool | None = None,
     ) -> None:
         """Restore the state and begin the process's first generation.
 
         ``link`` leads to the worker supervisor. A ``standby`` may see several worlds end before one begins.
+        ``tensor_pool`` is for the first restore.
         """
+        self._tensor_pool = tensor_pool
         self._arguments = arguments
         self._link = link
         self._interrupter = Interrupter()
@@ -546,7 +554,8 @@ class Run:
         gpus = state_dict.find_gpus(self._arguments.objects)
         self._collectives = Collectives.join(gpus, self._connections)
         context = open_context(self._collectives, self._arguments, base_hook)
-        parts = restore_parts(context, self._arguments)
+        parts = restore_parts(context, self._arguments, self._tensor_pool)
+        self._tensor_pool = None
         if has_trained:
             require_saved_state(parts.result.plan.kind)
         self._begin_generation(parts)

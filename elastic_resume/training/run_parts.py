@@ -21,6 +21,7 @@ from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
 from elastic_resume.restore import coordinator
 from elastic_resume.restore.coordinator import ResumeResult
+from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder
@@ -81,7 +82,9 @@ def open_context(
     return RankContext(collectives, arguments.settings, events)
 
 
-def restore_parts(context: RankContext, arguments: RunArguments) -> RunParts:
+def restore_parts(
+    context: RankContext, arguments: RunArguments, tensor_pool: TensorPool | None = None
+) -> RunParts:
     """Restore the state on all ranks, and build the parts of a run."""
     objects, batches, options = arguments.objects, arguments.batches, arguments.options
     drain_request = worker_exit.DrainRequest()  # before the restore, which may take long
@@ -113,7 +116,9 @@ def restore_parts(context: RankContext, arguments: RunArguments) -> RunParts:
         }
         connection = CommitterConnection.open(context)
         cleanup.callback(connection.close)
-        result = coordinator.restore(context, node_dir, page, connection.slot_client, tracked)
+        result = coordinator.restore(
+            context, node_dir, page, connection.slot_client, tracked, tensor_pool=tensor_pool
+        )
         progress = TrainingProgress(result.manifest, batches, options, collectives, stream)
         if coordinator.DATA in tracked:  # an object that keeps its own position
             progress.repeated_steps = 0
