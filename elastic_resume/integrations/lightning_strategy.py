@@ -157,6 +157,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._resume_options = dict(resume_options or {})
         self._is_restartable = restartable
+        self._has_begun = False  # whether a generation's fit loop has
         self._is_launched = bool(self._environment_class.detect())
         if self._is_launched and self.cluster_environment is None:
             self.cluster_environment = self._environment_class()
@@ -258,6 +259,15 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         else:
             super().setup_distributed()
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. Before the fit loop do not: processes that have stayed would not come."""
+        if self._has_begun or not self._is_restartable:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src``. Before the fit loop return this rank's, as in `barrier`."""
+        return super().broadcast(obj, src) if self._has_begun or not self._is_restartable else obj
+
     def configure_ddp(self) -> None:
         """Wrap the module in DDP; if it must be wrapped in each generation, not yet."""
         if not self._is_restartable:
@@ -265,6 +275,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
 
     def _begin_generation(self) -> None:
         """Set what follows from the restored state, and from the world of this generation."""
+        self._has_begun = True
         if self._is_restartable:
             self.set_world_ranks()
             self.model = self.lightning_module
