@@ -158,6 +158,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._resume_options = dict(resume_options or {})
         self._is_restartable = restartable
         self._has_begun = False  # whether a generation's fit loop has
+        self._forward: Any = None  # the module's
         self._is_launched = bool(self._environment_class.detect())
         if self._is_launched and self.cluster_environment is None:
             self.cluster_environment = self._environment_class()
@@ -230,8 +231,13 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         _replace(trainer._data_connector, "_prepare_dataloader", _leave_global_batches)  # noqa: SLF001
         super().setup(trainer)
         trainer.fit_loop.setup_data()
+        if self._is_restartable:  # later the ranks would compare their lengths, and some have done so
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
         loader = self._find_loader()
         model, precision = self.lightning_module, self.precision_plugin
+        self._forward = model.forward
         options = dict(self._resume_options)
         if self._keeps_local_batch:
             options.setdefault("on_world_change", KEEP_LOCAL)
@@ -279,6 +285,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         if self._is_restartable:
             self.set_world_ranks()
             self.model = self.lightning_module
+            self.model.forward = self._forward  # DDPStrategy replaces it while a step calls it
             super().configure_ddp()
             self._trainer.training = True  # the last generation may have ended in a validation
             self._busy.close()
