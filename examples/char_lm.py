@@ -111,26 +111,30 @@ def main() -> None:
     train, test = blocks(args.characters)
     batches = er.GlobalBatches(len(train), args.global_batch, seed=args.seed)
     loader = DataLoader(train, batch_sampler=batches)
-    model: nn.Module = CharLM().to(device)
+    model = CharLM().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay)
     run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches, seed=args.seed)
-    model = run.ddp(model)
 
-    for epoch in run.epochs(args.epochs):
-        for (rows,) in loader:
-            loss = loss_of(model, rows.to(device)) * run.loss_weight
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            run.step()
-            time.sleep(args.step_delay)
-        bits = bits_per_character(model, test, device)
-        if run.rank == 0:
-            print(f"epoch {epoch + 1}: {bits:.3f} bits per character", flush=True)
+    # When another worker dies, this process stays, and calls the function again: docs/guides/in-process.md.
+    @run.restartable
+    def train() -> None:
+        ddp = run.ddp(model)
+        for epoch in run.epochs(args.epochs):
+            for (rows,) in loader:
+                loss = loss_of(ddp, rows.to(device)) * run.loss_weight
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                run.step()
+                time.sleep(args.step_delay)
+            bits = bits_per_character(model, test, device)
+            if run.rank == 0:
+                print(f"epoch {epoch + 1}: {bits:.3f} bits per character", flush=True)
 
+    train()
     bits = bits_per_character(model, test, device)
     if run.rank == 0:
         print(f"{bits:.3f} bits per character", flush=True)

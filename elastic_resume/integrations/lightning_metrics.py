@@ -89,15 +89,18 @@ class CarriedMetrics(RankState):
         row = rows[rank] if len(rows) == world_size else fold_rows(rows, rank, world_size)
         trainer, device = self._trainer, self._trainer.strategy.root_device
         results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
+        results.clear()  # a process that outlives a change has those of a later step
         for key, saved in row["results"].items():
             results[key] = self._make_result(saved).to(device)
         for part, values in row["shown"].items():
-            shown = {name: _unpack(value).to(device) for name, value in values.items()}
-            getattr(trainer._logger_connector, part).update(shown)  # noqa: SLF001
-        metrics = dict(_iter_metrics(trainer.lightning_module))
-        for path, saved in row["metrics"].items():
-            if path in metrics:
-                _load_metric(metrics[path], saved)
+            shown = getattr(trainer._logger_connector, part)  # noqa: SLF001
+            shown.clear()
+            shown.update({name: _unpack(value).to(device) for name, value in values.items()})
+        for path, metric in _iter_metrics(trainer.lightning_module):
+            if path in row["metrics"]:
+                _load_metric(metric, row["metrics"][path])
+            else:
+                metric.reset()
 
     def _updated_metrics(self) -> Iterator[tuple[str, Metric]]:
         return (

@@ -137,18 +137,28 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
     """DDPStrategy whose run continues after failures: ``Trainer(strategy=ElasticDDPStrategy())``.
 
     It takes the arguments of DDPStrategy, and ``resume_options``: arguments of `er.resume` such as
-    ``{"save_every": 100, "track": {...}}``. ``run`` is the `Run`, from ``on_fit_start`` on.
+    ``{"save_every": 100, "track": {...}}``. With ``restartable=True`` the processes of other ranks outlive a
+    failure: see `Run.restartable`. ``run`` is the `Run`, from ``on_fit_start`` on.
     """
 
     _library: Any
     _environment_class: Any
 
-    def __init__(self, *args: Any, resume_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        resume_options: Mapping[str, Any] | None = None,
+        restartable: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """See the class."""
         self._parallel_devices: Any = None
         self.cluster_environment: Any = None
         super().__init__(*args, **kwargs)
         self._resume_options = dict(resume_options or {})
+        self._is_restartable = restartable
+        self._has_begun = False  # whether a generation's fit loop has
+        self._forward: Any = None  # the module's
         self._is_launched = bool(self._environment_class.detect())
         if self._is_launched and self.cluster_environment is None:
             self.cluster_environment = self._environment_class()
@@ -221,8 +231,13 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         _replace(trainer._data_connector, "_prepare_dataloader", _leave_global_batches)  # noqa: SLF001
         super().setup(trainer)
         trainer.fit_loop.setup_data()
+        if self._is_restartable:  # later the ranks would compare their lengths, and some have done so
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
         loader = self._find_loader()
         model, precision = self.lightning_module, self.precision_plugin
+        self._forward = model.forward
         options = dict(self._resume_options)
         if self._keeps_local_batch:
             options.setdefault("on_world_change", KEEP_LOCAL)
@@ -239,13 +254,47 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             track={**track, **options.pop("track", {})},
             **options,
         )
-        run.ddp(self.model)
-        self._is_mid_epoch = run.position.step_in_epoch > 0
         if run.plan.kind == "resumed":
             set_known(trainer, "num_sanity_val_steps", 0)  # it would overwrite the restored counters
-            set_known(trainer.fit_loop, "_restarting", self._is_mid_epoch)
-        self._clean_up_after_lost_steps()
         self._enter_loops(trainer)
+
+    def setup_distributed(self) -> None:
+        """Join the ranks; if the run must do it in each generation, leave the first one to it too."""
+        if self._is_restartable and _is_fitting(self.lightning_module.trainer):
+            self.set_world_ranks()
+        else:
+            super().setup_distributed()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. Before the fit loop do not: processes that have stayed would not come."""
+        if self._has_begun or not self._is_restartable:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src``. Before the fit loop return this rank's, as in `barrier`."""
+        return super().broadcast(obj, src) if self._has_begun or not self._is_restartable else obj
+
+    def configure_ddp(self) -> None:
+        """Wrap the module in DDP; if it must be wrapped in each generation, not yet."""
+        if not self._is_restartable:
+            super().configure_ddp()
+
+    def _begin_generation(self) -> None:
+        """Set what follows from the restored state, and from the world of this generation."""
+        self._has_begun = True
+        if self._is_restartable:
+            self.set_world_ranks()
+            self.model = self.lightning_module
+            self.model.forward = self._forward  # DDPStrategy replaces it while a step calls it
+            super().configure_ddp()
+            self._trainer.training = True  # the last generation may have ended in a validation
+            self._busy.close()
+        self.run.ddp(self.model)
+        self._is_mid_epoch = self.run.position.step_in_epoch > 0
+        self._has_trained = self._is_in_step = False
+        if self.run.plan.kind == "resumed":
+            set_known(self._trainer.fit_loop, "_restarting", self._is_mid_epoch)
+        self._clean_up_after_lost_steps()
 
     def _enter_loops(self, trainer: Any) -> None:
         fit_loop, connector = trainer.fit_loop, trainer._signal_connector  # noqa: SLF001
@@ -291,6 +340,13 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         hooks += [(trainer.datamodule, library.LightningDataModule)] if trainer.datamodule else []
         for item, base in hooks:
             own, plain = (getattr(kind, "on_load_checkpoint", None) for kind in (type(item), base))
+            if self._is_restartable and getattr(type(item), "prepare_data", None) is not getattr(
+                base, "prepare_data", None
+            ):
+                raise ConfigError(
+                    f"Lightning: with restartable=True no rank waits for {type(item).__name__}.prepare_data. "
+                    "Prepare the data in a script of its own, or leave restartable= out."
+                )
             if own is not plain:
                 raise ConfigError(
                     f"Lightning: {type(item).__name__} restores state in on_load_checkpoint, which only "
@@ -358,6 +414,12 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self.run.take_signals()
 
     def _run_fit_loop(self, original: Callable[[], None]) -> None:
+        train = self._train_generation
+        (self.run.restartable(train) if self._is_restartable else train)(original)
+        self._trainer = None  # from here on as DDPStrategy
+
+    def _train_generation(self, original: Callable[[], None]) -> None:
+        self._begin_generation()
         original()
         if not self._has_trained:  # a kill came after the last step, perhaps before its epoch's end
             fit_loop = self._trainer.fit_loop
@@ -370,7 +432,6 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
                 fit_loop.on_iteration_done()
             fit_loop.on_run_end()
         self.run.close()
-        self._trainer = None  # from here on as DDPStrategy
 
     def _begin_epoch(self, original: Callable[[], None]) -> None:
         fit_loop = self._trainer.fit_loop

@@ -271,7 +271,8 @@ def _describe_group(group: dist.ProcessGroup) -> str:
 
 
 def check_wrapper(wrapper: DistributedDataParallel) -> None:
-    """Raise UsageError for a communication hook, whose state would be of another world."""
+    """Raise UsageError for a communication hook, whose state would be of another world, and for arguments."""
+    check_ddp_arguments(vars(wrapper))  # a library may have made it
     hooks = getattr(wrapper, "_comm_hooks", [])
     if hooks:
         name = getattr(hooks[0][0], "__name__", str(hooks[0][0]))

@@ -204,6 +204,8 @@ class Run:
             if name is not None and isinstance(wrapper, DistributedDataParallel):
                 self._bucket_order.prepare(name, inner, wrapper)
                 self._own_time.watch(wrapper)
+                if self._is_restartable:  # a library has made it in the function
+                    self._wrappers.add(wrapper)
             return model
         if self._is_restartable:
             check_ddp_arguments(ddp_kwargs)

@@ -33,7 +33,7 @@ def accuracy(output: str) -> float:
     ("plain", "elastic", "most"),
     [
         ("digits_ddp", "digits", 20),
-        ("char_lm_ddp", "char_lm", 20),
+        ("char_lm_ddp", "char_lm", 28),
         ("accelerate_digits_before", "accelerate_digits", 9),
         ("ports/toy_before", "ports/toy", 9),
         ("ports/imagenet_before", "ports/imagenet", 25),

@@ -88,13 +88,22 @@ def assert_same(killed: JobRecords, undisturbed: JobRecords) -> None:
             assert killed.ends[rank][part] == value, part
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> JobRecords:
+    """A run with gradient accumulation, an uneven last batch, validation in a step, and two schedulers."""
+    found = JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
+    found.check_learned()
+    assert found.ends[0]["files"], "Lightning wrote no checkpoint"
+    return found
+
+
+@pytest.mark.parametrize("restartable", [False, True])
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
-def test_kill_in_any_part_of_the_loop_changes_nothing(kills: list[str], tmp_path: Path) -> None:
-    """With gradient accumulation, an uneven last batch, validation within a step, and two schedulers."""
-    undisturbed = JOB.run(tmp_path, "rich")
-    undisturbed.check_learned()
-    assert undisturbed.ends[0]["files"], "Lightning wrote no checkpoint"
-    assert_same(JOB.run(tmp_path, "rich", *kills), undisturbed)
+def test_kill_in_any_part_of_the_loop_changes_nothing(
+    undisturbed: JobRecords, kills: list[str], restartable: bool, tmp_path: Path
+) -> None:
+    """Workers die one after the other. The other process stays if the strategy is restartable."""
+    assert_same(JOB.run(tmp_path, "rich", *kills, restartable=restartable), undisturbed)
 
 
 @pytest.mark.soak
@@ -197,11 +206,11 @@ def make_trainer(module: Any = None, **settings: Any) -> tuple[Any, Any]:
     return trainer, strategy
 
 
-def make_module(*, norm: bool) -> Any:
-    """Make a module with a layer or without."""
+def make_module(*, norm: bool, **methods: Any) -> Any:
+    """Make a module with a layer, and with methods of its own."""
     import lightning.pytorch as pl  # noqa: PLC0415  seconds
 
-    module = pl.LightningModule()
+    module: Any = type("Module", (pl.LightningModule,), methods)()
     module.layer = torch.nn.BatchNorm1d(2) if norm else torch.nn.Linear(2, 2)
     return module
 
@@ -229,6 +238,13 @@ def test_setting_that_cannot_work_is_refused() -> None:
         (
             {"callbacks": [callbacks.WeightAveraging()]},
             "WeightAveraging restores state in on_load_checkpoint",
+        ),
+        (
+            {
+                "strategy": {"restartable": True},
+                "module": make_module(norm=False, prepare_data=lambda _: None),
+            },
+            "no rank waits for Module.prepare_data",
         ),
         ({"fast_dev_run": 2}, "fast_dev_run with ElasticDDPStrategy would leave"),
         ({"callbacks": [callbacks.BackboneFinetuning()]}, "add parameters to the optimizer during"),

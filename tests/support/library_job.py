@@ -72,16 +72,22 @@ class LibraryJob:
     script: Path
     env: dict[str, str]
 
-    def run(self, directory: Path, case: str, *kills: str, ranks: int = 2) -> JobRecords:
-        """Train on one node to the end."""
+    def run(
+        self, directory: Path, case: str, *kills: str, ranks: int = 2, restartable: bool = False
+    ) -> JobRecords:
+        """Train on one node to the end. If ``restartable``, check that only killed workers are replaced."""
         place = directory / f"{len(kills)}-kills-{ranks}-ranks"
         log = place / "log"
         log.mkdir(parents=True)
         with Cluster(place, nodes=1, workers_per_node=ranks, flags=FLAGS, env=self.env) as cluster:
             options = [word for kill in kills for word in ("--kill", kill)]
+            options += ["--restartable"] * restartable
             cluster.start(self.script, "--case", case, "--records", str(log), *options)
             assert cluster.wait_exit() == [0], cluster.output(0)
             generations = [event["generation"] for event in cluster.events("resume")]
+            processes = {event["pid"] for event in cluster.events("worker-start")}
+        if restartable:
+            assert len(processes) == ranks + len(kills)
         killed = {path.name for path in log.glob("killed-*")}
         assert killed == {f"killed-{one.split(':')[0]}" for one in kills}
         # Two ranks that die in one step may need one restart.

@@ -30,6 +30,7 @@ def parse_arguments(cases: Iterable[str]) -> argparse.Namespace:
     """Parse the arguments, and seed this process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", default="rich", choices=cases)
+    parser.add_argument("--restartable", action="store_true")
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--pause", type=int, action="append", default=[])
@@ -44,11 +45,12 @@ class JobLog:
     def __init__(self, args: argparse.Namespace) -> None:
         self.directory: Path = args.records
         self._kills, self._pauses = args.kill, args.pause
-        self._file = open(self.directory / f"{RANK}-{os.getpid()}.jsonl", "a")  # noqa: SIM115
 
     def write(self, **entry: Any) -> None:
-        """Write one line; a kill does not lose it."""
-        os.write(self._file.fileno(), (json.dumps(entry) + "\n").encode())
+        """Write one line; a kill does not lose it. A process that outlives a change has a file for each."""
+        generation = os.environ.get(constants.ENV_GENERATION, "0")
+        with (self.directory / f"{RANK}-{os.getpid()}-{generation}.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
     def write_end(self, **end: Any) -> None:
         """Write the final state of this rank."""

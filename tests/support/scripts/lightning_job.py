@@ -273,7 +273,7 @@ def main() -> None:
         ]
     train = Classes(SAMPLES, 1, augment=case.augment)
     loader = (case.loader or _make_plain_loader(case))(train)
-    strategy = ElasticDDPStrategy(resume_options={"seed": 5})
+    strategy = ElasticDDPStrategy(resume_options={"seed": 5}, restartable=args.restartable)
     trainer = pl.Trainer(
         **{
             "max_epochs": 3,
