@@ -1,4 +1,4 @@
-"""Run a fault plan against a job on simulated nodes.
+"""Inject planned faults into a job on simulated nodes.
 
 `FaultInjector.poll` is called often by the thread that owns the cluster. It injects each fault when it is
 due, and undoes the faults that end by themselves. It restarts the nodes that are down, as a scheduler would.
@@ -29,13 +29,11 @@ from elastic_resume.events import EventLog
 from elastic_resume.testing import virtual_network
 from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.faults import (
-    DURATION_FIELDS,
     NODES,
     WORKER,
     WORKER_FAILPOINTS,
     Fault,
     format_duration,
-    plan_key,
 )
 from elastic_resume.testing.triggers import RankProgress
 
@@ -155,10 +153,10 @@ def failpoint_entry(fault: Fault) -> str:
 
 
 def describe_settings(fault: Fault) -> str:
-    """Describe the settings of a fault in the words of a plan: "for 6s, percent 5"."""
+    """Describe the settings of a fault: "for 6s, percent 5"."""
     values = {name: getattr(fault, name) for name in fault.kind.settings if name != "back_after_s"}
     return ", ".join(
-        f"{plan_key(name)} {format_duration(value) if name in DURATION_FIELDS else value}"
+        f"{name[:-2]} {format_duration(value)}" if name in {"for_s", "delay_s"} else f"{name} {value}"
         for name, value in values.items()
         if value is not None
     )
@@ -309,12 +307,11 @@ class FaultOutcome:
 
     number: int
     fault: Fault
-    is_random: bool = False  # chosen at random, not written in the plan
     state: str = WAITING
     injected_at: float | None = None
     target: str = ""
     nodes: tuple[str, ...] = ()  # names of the nodes that were hit; empty for several
-    rank: int | None = None  # the rank that was hit, also if the plan names another target
+    rank: int | None = None  # the rank that was hit, also if the fault names another target
     reason: str = ""  # why the fault was not injected
     generation: int = 0  # the generation that was hit last
     failpoint_ids: list[str] = field(default_factory=list)  # failpoints that are armed for this fault
@@ -330,16 +327,11 @@ class _LastingEffect:
 
 
 class FaultInjector:
-    """Injects the faults of a plan into one job."""
+    """Injects planned faults into one job."""
 
-    def __init__(
-        self, cluster: Cluster, schedule: Sequence[Fault], *, written_count: int | None = None
-    ) -> None:
-        """Prepare the faults of a plan for a started cluster; those after ``written_count`` are random."""
-        last = len(schedule) if written_count is None else written_count
-        self.outcomes = [
-            FaultOutcome(number, fault, number > last) for number, fault in enumerate(schedule, 1)
-        ]
+    def __init__(self, cluster: Cluster, faults: Sequence[Fault]) -> None:
+        """Prepare the faults for a started cluster."""
+        self.outcomes = [FaultOutcome(number, fault) for number, fault in enumerate(faults, 1)]
         self._cluster = cluster
         self._failpoints = cluster.failpoints
         self._event_log = EventLog(cluster.run_dir / constants.FAULTS_FILE)

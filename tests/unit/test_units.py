@@ -23,7 +23,7 @@ from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.schedulers import environment
 from elastic_resume.state.state_dict import FlatState
-from elastic_resume.testing import chaos, faults
+from elastic_resume.testing import chaos
 from elastic_resume.training import announce
 from elastic_resume.units import choose_verb, format_count, parse_duration, parse_kubernetes_quantity
 
@@ -57,17 +57,6 @@ def _option(name: str) -> Callable[[str], float]:
     return lambda text: float(option.parse(name, text))
 
 
-def _fault(text: str) -> float:
-    (fault,) = faults.parse_plan(f"faults: [{{what: cut, at: '{text}'}}]").faults
-    return fault.at_s or 0.0
-
-
-def _plan_file(text: str) -> float:
-    plan = faults.parse_plan(f"every: {{mtbf: '{text}', count: 1}}", "plan")
-    assert plan.every is not None
-    return plan.every.mtbf_s
-
-
 READERS: dict[str, Callable[[str], float | None]] = {
     "--grace": _option("grace"),
     "ELASTIC_RESUME_STEP_MARK_S": lambda text: Settings.for_worker({}, "t.py", step_mark_s=text).step_mark_s,
@@ -78,8 +67,6 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "--node-timeout": _option("node-timeout"),
     "--rdzv-conf": _terms,
     "chaos --patience": lambda text: float(chaos.build_parser().parse_args(["--patience", text]).patience),
-    "fault": _fault,
-    "fault plan": _plan_file,
 }
 # An empty variable counts as not set.
 UNSET = {"TERMINATION_GRACE_S"}
