@@ -132,7 +132,7 @@ class _Run:
         self._step_waits = [
             cluster.failpoints.arm("step=wait", step=fault.step)
             for fault in faults
-            if fault.step is not None and not fault.phase and not fault_runner.failpoint_entry(fault)
+            if fault.step is not None and not fault_runner.failpoint_entry(fault)
         ]
         self._deadline = time.monotonic() + spec.timeout_s
         self._next_event_poll = 0.0

@@ -3,7 +3,7 @@
 `FaultInjector.poll` is called often by the thread that owns the cluster. It injects each fault when it is
 due, and undoes the faults that end by themselves. It restarts the nodes that are down, as a scheduler would.
 A fault with a step is due when any rank has finished it. A fault with a time is due so long after the first
-step. A fault with a phase is due when a process waits at the failpoint of that phase.
+step.
 
 `resolve_targets` finds the workers or nodes of a fault, and `inject` calls the method of `Cluster`.
 `failpoint_entry` describes the faults that a process injects into itself. Each fault is logged to
@@ -31,7 +31,6 @@ from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.faults import (
     NODES,
     WORKER,
-    WORKER_FAILPOINTS,
     Fault,
     format_duration,
 )
@@ -58,7 +57,6 @@ class Target:
     node: int | None
     local_rank: int | None = None
     rank: int | None = None
-    pid: int | None = None  # a worker that waits at a failpoint: its pid in the node's pid namespace
 
     def __str__(self) -> str:
         if self.node is None:
@@ -101,25 +99,6 @@ def resolve_targets(cluster: Cluster, fault: Fault) -> tuple[Target, ...]:
     return tuple(Target(index) for index in nodes)
 
 
-def resolve_targets_at_failpoint(
-    cluster: Cluster, fault: Fault, process: Mapping[str, object]
-) -> tuple[Target, ...]:
-    """Return the targets of ``fault`` when a process waits at the failpoint of its phase.
-
-    Raises:
-        TargetUnavailableError: another process than the target waits there.
-
-    """
-    found = [index for index, node in enumerate(cluster.nodes) if node.name == process.get("node")]
-    if fault.kind.target == WORKER and fault.failpoint in WORKER_FAILPOINTS and fault.role != "all" and found:
-        local, rank, pid = (int(str(process[name] or 0)) for name in ("local", "rank", "pid"))
-        return (Target(found[0], local, rank, pid),)
-    targets = resolve_targets(cluster, fault)
-    if fault.kind.target != NODES and fault.role != "all" and targets[0].node not in found:
-        raise TargetUnavailableError(f"{fault.target_text} was not {fault.phase}")
-    return targets
-
-
 def inject(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
     """Inject the fault; return its undo action if the fault has a duration.
 
@@ -149,7 +128,7 @@ def failpoint_entry(fault: Fault) -> str:
         "hold-gil": "hold-gil" if fault.for_s is None else f"hold-gil:{fault.for_s}",
     }
     point = "between-steps" if fault.what == "slow-rank" else "step"
-    return f"{fault.failpoint or point}={actions[fault.what]}"
+    return f"{point}={actions[fault.what]}"
 
 
 def describe_settings(fault: Fault) -> str:
@@ -198,10 +177,7 @@ def _find_leader(cluster: Cluster) -> int:
 
 def _signal_worker(cluster: Cluster, target: Target, signal_name: str) -> None:
     try:
-        if target.pid is None:
-            cluster.kill_worker(target.node_index, target.local_rank or 0, signal.Signals[signal_name])
-        else:
-            cluster.signal_process(target.node_index, target.pid, signal.Signals[signal_name])
+        cluster.kill_worker(target.node_index, target.local_rank or 0, signal.Signals[signal_name])
     except (UsageError, OSError, psutil.NoSuchProcess) as error:  # the worker is ending for another reason
         raise TargetUnavailableError(str(error)) from error
 
@@ -400,9 +376,7 @@ class FaultInjector:
             return True
         if fault.step is not None:
             return any(record.step >= fault.step for _, record in progress)
-        if fault.at_s is not None:
-            return self._first_step_at is not None and self.elapsed_s >= fault.at_s
-        return True
+        return self._first_step_at is not None and self.elapsed_s >= (fault.at_s or 0.0)
 
     def _advance(self, outcome: FaultOutcome) -> None:
         """Start a fault that is due, or poll its failpoint."""
@@ -424,32 +398,19 @@ class FaultInjector:
                 )
                 outcome.failpoint_ids.append(failpoint_id)
             outcome.state = ARMED
-        elif fault.phase:
-            for conditions in _phase_conditions(fault, nodes):
-                outcome.failpoint_ids.append(self._failpoints.arm(f"{fault.failpoint}=wait", **conditions))
-            outcome.state = ARMED
         else:
             self._inject_into_targets(outcome)
 
     def _poll_armed(self, outcome: FaultOutcome) -> None:
-        for failpoint_id in list(outcome.failpoint_ids):
-            if failpoint_entry(outcome.fault):
-                fired = self._failpoints.read_fired(failpoint_id)
-                if fired is not None:
-                    self._schedule_disarm(outcome)
-                    rank = int(fired["rank"]) if str(fired.get("rank", "")).isdecimal() else None
-                    node = str(fired.get("node", ""))
-                    target = f"rank {rank} on {node}" if rank is not None else node
-                    injected_at = float(fired.get("t", time.time()))
-                    self._record_injection(outcome, target, (node,), rank, injected_at)
-                    return
-            elif self._failpoints.is_waiting(failpoint_id):
-                self._inject_into_targets(outcome, self._failpoints.read_fired(failpoint_id))
-                for other in outcome.failpoint_ids:  # another process may wait at another of them by now
-                    self._failpoints.release(other)
-                self._disarm(outcome)
-                if outcome.state == ARMED:  # this process was not a target: wait for the next
-                    outcome.state = WAITING
+        for failpoint_id in outcome.failpoint_ids:
+            fired = self._failpoints.read_fired(failpoint_id)
+            if fired is not None:
+                self._schedule_disarm(outcome)
+                rank = int(fired["rank"]) if str(fired.get("rank", "")).isdecimal() else None
+                node = str(fired.get("node", ""))
+                target = f"rank {rank} on {node}" if rank is not None else node
+                injected_at = float(fired.get("t", time.time()))
+                self._record_injection(outcome, target, (node,), rank, injected_at)
                 return
 
     def _schedule_disarm(self, outcome: FaultOutcome) -> None:
@@ -472,17 +433,11 @@ class FaultInjector:
 
     # ---- what ----------------------------------------------------------------------------------------
 
-    def _inject_into_targets(
-        self, outcome: FaultOutcome, process: Mapping[str, object] | None = None
-    ) -> None:
-        """Inject a fault into all targets that are there, while the process at its failpoint waits."""
+    def _inject_into_targets(self, outcome: FaultOutcome) -> None:
+        """Inject a fault into all targets that are there."""
         fault, now = outcome.fault, time.time()
         try:
-            targets = (
-                resolve_targets_at_failpoint(self._cluster, fault, process)
-                if process
-                else resolve_targets(self._cluster, fault)
-            )
+            targets = resolve_targets(self._cluster, fault)
         except (TargetUnavailableError, *INJECTION_ERRORS) as error:
             outcome.reason = str(error)
             return
@@ -581,15 +536,6 @@ class FaultInjector:
             logger.info("%s is started again %s after its end", node.name, format_duration(wait_s))
             start = partial(self._cluster.start_node, index)
             self._run_and_log_failure(f"{node.name} could not be started", start)
-
-
-def _phase_conditions(fault: Fault, nodes: int) -> list[dict[str, object]]:
-    """Return one failpoint condition per process that may be the target of a fault with a phase."""
-    if fault.role == "all" or fault.kind.target == NODES:
-        return [{}]
-    if fault.kind.target == WORKER and fault.failpoint in WORKER_FAILPOINTS:
-        return _target_conditions(fault, nodes, 0)
-    return [{"node": f"n{node}"} for node in ([fault.node] if fault.node is not None else range(nodes))]
 
 
 def _target_conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str, object]]:

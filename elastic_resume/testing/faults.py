@@ -95,41 +95,6 @@ ROLES = {
     "all": "every one of them, in the same moment",
 }
 
-# Names of moments for people -> the failpoints that they mean.
-PHASES = {
-    "in rendezvous": "rendezvous.record",
-    "in resume": "resume.planned",
-    "in transfer": "transfer.send",
-    "in copy": "snapshot.copying",
-    "in commit": "commit.after-data",
-}
-WORKER_FAILPOINTS = (
-    "resume.planned",
-    "resume.loaded",
-    "transfer.send",
-    "transfer.receive",
-    "snapshot.started",
-    "snapshot.written",
-    "snapshot.copying",
-    "snapshot.copied",
-    "snapshot.confirmed",
-)
-AGENT_FAILPOINTS = (
-    "rendezvous.record",
-    "committer.written",
-    "commit.after-data",
-    "commit.before-manifest",
-    "commit.before-rename",
-    "commit.after-rename",
-)
-
-
-def failpoint_for_phase(phase: str) -> str:
-    """Return the failpoint of a phase; a failpoint's own name stands for itself. Empty if there is none."""
-    name = PHASES.get(phase, phase)
-    return name if name in WORKER_FAILPOINTS or name in AGENT_FAILPOINTS else ""
-
-
 GROUPS_HELP = "groups are lists of nodes that reach each other: [[0], [1, 2]], each node once"
 
 
@@ -145,8 +110,6 @@ class Fault:
         groups: for a partition: groups of nodes that reach each other.
         step: inject as soon as any rank has finished this step.
         at_s: inject so many seconds after the job's first step.
-        phase: inject when a process first reaches this phase (after ``step`` or ``at_s``, if given): one of
-            ``PHASES``, or the name of a failpoint.
         for_s: duration in seconds; None: until something else ends the fault.
         back_after_s: seconds until a killed node is restarted.
         signal: for kill-worker: name of the signal.
@@ -166,7 +129,6 @@ class Fault:
     groups: tuple[tuple[int, ...], ...] = ()
     step: int | None = None
     at_s: float | None = None
-    phase: str = ""
     for_s: float | None = None
     back_after_s: float | None = None
     signal: str | None = None
@@ -205,11 +167,6 @@ class Fault:
         """Return the kind, with all that holds for its faults."""
         return KINDS[self.what]
 
-    @property
-    def failpoint(self) -> str:
-        """Return the failpoint of the phase; empty without one."""
-        return failpoint_for_phase(self.phase) if self.phase else ""
-
     def __str__(self) -> str:
         return f"{self.what} {self.target_text}{self.time_text}"
 
@@ -225,15 +182,10 @@ class Fault:
     @property
     def time_text(self) -> str:
         """Describe when the fault is due, after a space."""
-        start = f"step {self.step}" if self.step is not None else ""
-        start = start or ("" if self.at_s is None else format_duration(self.at_s))
-        joint = " from " if self.phase else " at "
+        start = f"step {self.step}" if self.at_s is None else format_duration(self.at_s)
         ends = self.for_s is not None and self.for_s != self.kind.settings.get("for_s")
-        return (
-            (f" in {self.phase.removeprefix('in ')}" if self.phase else "")
-            + (joint + start if start else "")
-            + (f" for {format_duration(self.for_s)}" if ends and self.for_s is not None else "")
-        )
+        lasting = f" for {format_duration(self.for_s)}" if ends and self.for_s is not None else ""
+        return f" at {start}{lasting}"
 
 
 def format_duration(seconds: float) -> str:
@@ -272,21 +224,8 @@ def _check_target(fault: Fault) -> None:
 def _check_time(fault: Fault) -> None:
     if fault.step is not None and (type(fault.step) is not int or fault.step < 1):
         raise ConfigError(f"{fault.what}: step is {fault.step!r}: steps begin with 1.")
-    if fault.step is not None and fault.at_s is not None:
-        raise ConfigError(f"{fault.what}: give a step or a time (at_s), not both.")
-    if fault.step is None and fault.at_s is None and not fault.phase:
-        raise ConfigError(f'{fault.what}: say when: step=20, at_s=40, or phase="in commit".')
-    if not fault.phase:
-        return
-    if not fault.failpoint:
-        near = config.suggest_similar(fault.phase, [*PHASES, *WORKER_FAILPOINTS, *AGENT_FAILPOINTS])
-        raise ConfigError(
-            f"{fault.what}: there is no phase {fault.phase!r}.{near} There are: {', '.join(PHASES)}."
-        )
-    if fault.what in {"slow-rank", "skip-collective", "corrupt-message"}:
-        raise ConfigError(f"{fault.what} has no phase: give a step or a time.")
-    if fault.kind.in_process and fault.failpoint not in WORKER_FAILPOINTS:
-        raise ConfigError(f"{fault.what} happens in a worker, and {fault.phase} is in the agent.")
+    if (fault.step is None) == (fault.at_s is None):
+        raise ConfigError(f"{fault.what}: say when, by one of step=20 and at_s=40.")
 
 
 def _check_settings(fault: Fault) -> None:

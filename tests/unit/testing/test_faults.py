@@ -11,7 +11,6 @@ import pytest
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing.faults import (
     KINDS,
-    PHASES,
     ROLES,
     SETTING_NAMES,
     Fault,
@@ -19,7 +18,6 @@ from elastic_resume.testing.faults import (
     check_faults,
     default_weights,
     draw_random_faults,
-    failpoint_for_phase,
 )
 from tests.support.paths import ROOT
 
@@ -31,8 +29,7 @@ NAMESPACES = JobShape(3, 2, "namespaces")
     [
         (Fault("kill-worker", rank=1, step=20), "kill-worker rank 1 at step 20"),
         (Fault("cut", node=2, at_s=90, for_s=0.25), "cut node 2 at 90s for 0.25s"),
-        (Fault("kill-agent", role="leader", phase="in commit"), "kill-agent leader in commit"),
-        (Fault("exit", role="all", phase="in copy", step=7), "exit all in copy from step 7"),
+        (Fault("kill-agent", role="leader", at_s=2), "kill-agent leader at 2s"),
         (Fault("partition", groups=((0,), (1, 2)), step=4), "partition n0 | n1 n2 at step 4"),
     ],
 )
@@ -46,7 +43,7 @@ def test_fault_is_described_in_one_line(fault: Fault, text: str) -> None:
     [
         ("kil-node", {"node": 0, "step": 3}, ["no fault 'kil-node'", "Did you mean kill-node"]),
         ("cut", {"node": 1}, ["say when"]),
-        ("cut", {"node": 1, "at_s": 20, "step": 3}, ["not both"]),
+        ("cut", {"node": 1, "at_s": 20, "step": 3}, ["one of step=20 and at_s=40"]),
         ("cut", {"node": -1, "at_s": 20}, ["node is -1", "whole number"]),
         ("cut", {"node": 1, "at_s": float("inf")}, ["at_s must be a number of seconds"]),
         ("cut", {"rank": 1, "at_s": 20}, ["hits a node"]),
@@ -63,9 +60,6 @@ def test_fault_is_described_in_one_line(fault: Fault, text: str) -> None:
         ("kill-worker", {"role": "leader", "step": 2}, ["the leader is an agent", "give a rank"]),
         ("cut", {"node": 1, "for_s": 0, "step": 2}, ["for_s is 0", "above 0"]),
         ("packet-loss", {"node": 1, "percent": 101, "step": 2}, ["percent is 101"]),
-        ("slow-rank", {"rank": 0, "phase": "in copy"}, ["slow-rank has no phase"]),
-        ("exit", {"rank": 0, "phase": "in comit"}, ["no phase 'in comit'", "Did you mean in commit"]),
-        ("exit", {"rank": 0, "phase": "in commit"}, ["in a worker", "in the agent"]),
         ("partition", {"groups": [[0, 1]], "step": 2}, ["two groups"]),
         ("partition", {"groups": [[0], [0, 1]], "step": 2}, ["each node once"]),
         ("partition", {"groups": 3, "step": 2}, ["lists of nodes"]),
@@ -94,16 +88,11 @@ def test_check_faults_refuses_what_nodes_cannot_have(fault: Fault, parts: list[s
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_settings_are_fields_and_phases_are_failpoints() -> None:
-    """Of each kind."""
-    assert set(SETTING_NAMES) <= {field.name for field in fields(Fault)}
-    assert all(failpoint_for_phase(phase) for phase in PHASES)
-
-
-def test_docs_name_every_kind_role_phase_and_setting() -> None:
+def test_docs_name_every_kind_role_and_setting() -> None:
     """As `Fault` takes them."""
+    assert set(SETTING_NAMES) <= {field.name for field in fields(Fault)}
     page = (ROOT / "docs" / "guides" / "testing.md").read_text()
-    for name in (*KINDS, *ROLES, *PHASES, *SETTING_NAMES):
+    for name in (*KINDS, *ROLES, *SETTING_NAMES):
         assert name in page, name
 
 
