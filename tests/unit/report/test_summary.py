@@ -307,7 +307,7 @@ def test_json_has_the_documented_members(
     here, there, _ = apart
     assert main(["report", str(here), str(there), "--json"]) == 0
     members = json.loads(capsys.readouterr().out)
-    assert (members["schema"], members["outcome"]) == (3, "open")
+    assert (members["schema"], members["outcome"]) == (4, "open")
     documented = ROOT / "docs" / "reference" / "report-json.md"
     listed = [line.split("`")[1] for line in documented.read_text().splitlines() if line.startswith("| `")]
     assert set(members) == {name for name in listed if "." not in name}
@@ -360,7 +360,7 @@ def test_requested_stop_is_in_no_recovery(make: Callable[[], Job]) -> None:
     """A drain, a preemption and an operator's stop have no recovery, in the page, as text or as JSON."""
     report = summary.build_run_report(make().events)
     assert report.history.generations[0].recovery_s is not None
-    assert report.recoveries == {}
+    assert report.recoveries_s == []
     assert json.loads(summary.format_json(report))["median_recovery_s"] is None
     assert "<dt>recovery (median)</dt><dd>-</dd>" in html.render_page(report)
     assert "from the first sign" not in summary.format_text(report)
