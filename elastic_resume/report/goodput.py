@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
-from elastic_resume.report.generations import Generation
-from elastic_resume.report.run_history import RunHistory
+from elastic_resume.report.generations import Generation, RunHistory
 
 
 @dataclass(frozen=True)

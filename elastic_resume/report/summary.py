@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from elastic_resume.events import Event, get_boot_time
-from elastic_resume.report import alerts, checkpoints, event_log, goodput, run_history
+from elastic_resume.report import alerts, checkpoints, event_log, goodput
 from elastic_resume.report.alerts import BAD, Alert, describe_recurrence
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline
@@ -30,14 +30,13 @@ from elastic_resume.report.formatting import (
     truncate,
     wrap_text,
 )
-from elastic_resume.report.generations import Generation
+from elastic_resume.report.generations import Generation, JobWait, RunHistory, build_history
 from elastic_resume.report.goodput import (
     GenerationTimes,
     Goodput,
     TimeSlice,
     measure_generations,
 )
-from elastic_resume.report.run_history import JobWait, RunHistory
 
 MAX_HINTS = 6
 MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
@@ -265,7 +264,7 @@ def build_run_report(
     boot_time = get_boot_time(boot_stamp or {})
     if now is not None and boot_time is not None and boot_time[0] in timeline.boot_times:
         now = timeline.boot_times[boot_time[0]] + boot_time[1]
-    history = run_history.build_history(timeline)
+    history = build_history(timeline)
     generation_times = measure_generations(timeline, history)
     slices = goodput.slice_time(timeline, history, generation_times)
     total = goodput.sum_goodput(slices, generation_times)

@@ -27,14 +27,13 @@ from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.testing import virtual_network
-from elastic_resume.testing.cluster import Cluster
+from elastic_resume.testing.cluster import Cluster, RankProgress
 from elastic_resume.testing.faults import (
     NODES,
     WORKER,
     Fault,
     format_duration,
 )
-from elastic_resume.testing.triggers import RankProgress
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import pytest
 
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import ConfigError
-from elastic_resume.testing.triggers import FailpointController
+from elastic_resume.failpoints import FailpointController
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from elastic_resume.report.generations import (
     Generation,
     GenerationTracker,
 )
-from elastic_resume.report.run_history import build_history_from_events as build
+from elastic_resume.report.generations import build_history_from_events as build
 from tests.support.report_runs import (
     GLOO,
     KILLED,

@@ -19,7 +19,7 @@ from elastic_resume.policy import wording
 from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import WorkersStopped, to_json
-from elastic_resume.report import html, run_history, summary
+from elastic_resume.report import generations, html, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import format_seconds
 from elastic_resume.report.loader import load_run
@@ -333,7 +333,7 @@ def test_verdict_of_waiting_nodes_names_the_missing_ones() -> None:
         "start n2, n3 again, with their disks; if they are gone for good: end the job, remove "
         "rendezvous.json from the node directories, and start it again"
     )
-    assert report.history.wait == run_history.JobWait(
+    assert report.history.wait == generations.JobWait(
         114, ("n2", "n3"), wording.describe(report_runs.WAITS_FOR_QUORUM)
     )
     assert ">waiting<" in html.render_page(report)

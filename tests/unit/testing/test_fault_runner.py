@@ -12,10 +12,10 @@ import pytest
 
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import UsageError
+from elastic_resume.failpoints import FailpointController
 from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.fault_runner import ARMED, DONE, WAITING, FaultInjector
 from elastic_resume.testing.faults import Fault
-from elastic_resume.testing.triggers import FailpointController
 from elastic_resume.testing.virtual_network import NodePair
 
 
