@@ -7,13 +7,10 @@ exit codes of ``diff`` are those of diff(1): 0 the same, 1 different, 2 a checkp
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +47,6 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("a", type=Path, metavar="A", help="a checkpoint, or a directory for its newest")
     parser.add_argument("b", type=Path, metavar="B", help="the other checkpoint")
     parser.add_argument("--all", action="store_true", help=f"list all differences, not only {MAX_SHOWN}")
-    parser.add_argument("--json", action="store_true", help="all differences, as one JSON object")
     parser.set_defaults(function=diff)
 
     parser = subparsers.add_parser("report", help="explain a run: root causes, downtime, goodput")
@@ -235,21 +231,9 @@ def diff(args: argparse.Namespace) -> int:
     except Exception as error:  # noqa: BLE001  whatever it is: Python's own exit code would say "different"
         print(f"elastic-resume diff: internal error: {error!r}", file=sys.stderr)
         return EXIT_UNREADABLE
-    if args.json:
-        write_stdout(format_diff_json(comparison) + "\n")
-    else:
-        max_shown = len(comparison.differences) if args.all else MAX_SHOWN
-        write_stdout("\n".join(format_diff_text(comparison, max_shown)) + "\n")
+    max_shown = len(comparison.differences) if args.all else MAX_SHOWN
+    write_stdout("\n".join(format_diff_text(comparison, max_shown)) + "\n")
     return EXIT_BAD if comparison.differences else EXIT_OK
-
-
-def format_diff_json(comparison: Comparison) -> str:
-    """Return the comparison as JSON; an infinite difference is the string "inf"."""
-    members = {"same": not comparison.differences, **asdict(comparison)}
-    for difference in members["differences"]:
-        for key in ("max_abs_difference", "max_rel_difference"):
-            difference[key] = difference[key] if math.isfinite(difference[key]) else "inf"
-    return json.dumps(members)
 
 
 def format_diff_text(comparison: Comparison, max_shown: int) -> list[str]:

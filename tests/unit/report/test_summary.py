@@ -23,7 +23,6 @@ from elastic_resume.report import generations, html, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import format_seconds
 from elastic_resume.report.loader import load_run
-from elastic_resume.report.summary import RunReport
 from tests.support import report_runs
 from tests.support.paths import ROOT
 from tests.support.report_runs import (
@@ -98,11 +97,6 @@ def test_node_that_fails_repeatedly_gets_a_hint() -> None:
 # ---- alerts and faults ---------------------------------------------------------------------------------
 
 
-def alert_texts(report: RunReport, kind: str) -> list[str]:
-    """Return the texts of one kind of alert."""
-    return [item.text for item in report.alerts if item.kind == kind]
-
-
 def test_failed_commits_are_one_alert_until_the_next_commit() -> None:
     """An alert that lasts is not resolved."""
     job = Job().begun()
@@ -117,22 +111,12 @@ def test_failed_commits_are_one_alert_until_the_next_commit() -> None:
     assert (second.t, second.count, second.is_resolved) == (130, 1, False)
 
 
-def test_slow_commit_is_relative_to_the_nodes_median() -> None:
-    """It takes five times as long, and a second at least."""
-    job = Job().begun()
-    for index, seconds in enumerate((0.3, 0.3, 0.4, 0.3, 9.0, 0.3, 1.2)):
-        job.add(111 + 10 * index, "commit", "n0", generation=1, step=index, bytes=7, seconds=seconds)
-    assert alert_texts(summary.build_run_report(job.events), "slow-disk") == [
-        "a commit took 9.0 s, typically 0.30 s"
-    ]
-
-
 def test_each_kind_of_alert_has_severity_and_node() -> None:
     """A hang that another node caused is only a note; one that it may have caused is called so."""
     report = summary.build_run_report(report_runs.make_eventful_run().events)
     found = {item.kind: (item.severity, item.node) for item in report.alerts}
     bad = {"commit-failed": "n2", "quarantine": "n3", "hang": "n2", "replicas-differ": "n0"}
-    bad |= {"hang-detector-failed": "n0", "unauthenticated": "n3", "slow-disk": "n2"}
+    bad |= {"hang-detector-failed": "n0", "unauthenticated": "n3"}
     notes = {"drain": "n1", "preemption-notice": "n1"}
     assert found == {kind: ("bad", node) for kind, node in bad.items()} | {
         kind: ("note", node) for kind, node in notes.items()
