@@ -494,8 +494,7 @@ def check_command(parser: argparse.ArgumentParser, words: list[str]) -> None:
         assert args.training_script
         check_rendezvous_keys(args.rdzv_conf)
     elif words[0] == "chaos":
-        assert "--" in words or "--plan" in words
-        chaos.build_parser().parse_known_args(words[1 : words.index("--") if "--" in words else None])
+        chaos.build_parser().parse_known_args(words[1 : words.index("--")])
     elif words[0] not in {"--help", "--version"} and "--help" not in words:
         parser.parse_args(words)
 
