@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
             return exit_code
         if words[:1] == ["chaos"]:
             return chaos(words[1:])
-        args = _parse(words)
+        args = _build_parser(run_parents=[], chaos_parents=[]).parse_args(words)
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
     except ElasticResumeError as error:
@@ -54,16 +54,6 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
         return exit_code_before_start(error)
     except KeyboardInterrupt:
         return constants.EXIT_SIGNAL_BASE + signal.SIGINT
-
-
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    from elastic_resume.commands import doctor  # noqa: PLC0415 - `run` reports a broken set-up without it
-
-    parser = _build_parser(run_parents=[], chaos_parents=[])
-    args, unknown = parser.parse_known_args(words)
-    if unknown and args.function is doctor.doctor:
-        doctor.refuse_arguments(unknown)
-    return parser.parse_args(words) if unknown else args
 
 
 def exit_code_before_start(error: ElasticResumeError) -> int:

@@ -398,7 +398,7 @@ OPTIONS = (
     Option(
         "preemption-notice",
         "aws|gcp|azure|file:PATH",
-        "drain this node when this source announces its preemption; several with commas",
+        "drain this node when this source announces its preemption",
         preemption.parse_sources,
         "off",
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 EXIT_SUCCESS = 0
 EXIT_JOB_ERROR = 1  # the job itself has an error: do not requeue
 EXIT_USAGE = 2  # wrong flags, settings or script name; argparse's own code for a malformed command line
-EXIT_PLAN_INCOMPLETE = 3  # `chaos`: the job ended right, but some faults of the plan were not injected
+EXIT_NO_FAULT = 3  # `chaos`: the job ended well, but no fault was injected
 EXIT_MACHINE_ERROR = 74  # EX_IOERR: this machine's disk or directory prevented the start
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
 EXIT_NO_STANDBY = 77  # of a launcher shim only: its worker cannot start before its generation is known

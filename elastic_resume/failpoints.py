@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
@@ -292,3 +292,70 @@ def _wait_for_release(file_stem: str) -> None:
     until = time.monotonic() + MAX_WAIT_S
     while time.monotonic() < until and not path.with_name(file_stem + DONE_SUFFIX).exists():
         time.sleep(_POLL_INTERVAL_S)
+
+
+# ---- in the process of a test ---------------------------------------------------------------------------
+
+
+class FailpointController:
+    """Arms failpoints in the running processes of one job. It may be used by one thread at a time.
+
+    It writes a directory that all processes of the job see. The list of armed failpoints is replaced
+    atomically. Files record which failpoint has fired and which process waits at one. A failpoint fires once,
+    in the first process that reaches it, unless it has ``once=""``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Create ``directory``; every process of the job must see it under this path."""
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._entries: dict[str, str] = {}
+        self._count = 0
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return the environment variables by which processes find the directory."""
+        return {constants.ENV_FAULTS_DIR: str(self.directory)}
+
+    def arm(self, failpoint: str, **conditions: object) -> str:
+        """Arm ``NAME=ACTION`` with conditions (see `failpoints`) and return its id.
+
+        Raises:
+            ConfigError: the failpoint is malformed.
+
+        """
+        self._count += 1
+        failpoint_id = f"f{self._count}"
+        settings = {"once": failpoint_id, **{key.rstrip("_"): value for key, value in conditions.items()}}
+        entry = ";".join([failpoint, *(f"{k}={v}" for k, v in settings.items() if v not in (None, ""))])
+        validate(entry)  # each process validates it too, but cannot name the caller
+        self._entries[failpoint_id] = entry
+        self._write()
+        return failpoint_id
+
+    def disarm(self, failpoint_id: str) -> None:
+        """Disarm a failpoint. A process that has reached it already continues its action."""
+        if self._entries.pop(failpoint_id, None) is not None:
+            self._write()
+
+    def read_fired(self, failpoint_id: str) -> dict[str, Any] | None:
+        """Return the process that fired it first (t, pid, node, rank, local); None if none has."""
+        try:
+            record = json.loads((self.directory / (failpoint_id + FIRED_SUFFIX)).read_bytes())
+        except (FileNotFoundError, ValueError):  # being written
+            return None
+        return record if isinstance(record, dict) else None
+
+    def is_waiting(self, failpoint_id: str) -> bool:
+        """Whether a process waits at a failpoint that was armed with ``wait``."""
+        return (self.directory / (failpoint_id + REACHED_SUFFIX)).exists()
+
+    def release(self, failpoint_id: str) -> None:
+        """Let the waiting process continue."""
+        (self.directory / (failpoint_id + DONE_SUFFIX)).touch()
+
+    def _write(self) -> None:
+        path = self.directory / ARMED_FILE
+        new = path.with_suffix(".new")
+        new.write_text("\n".join(self._entries.values()) + "\n")
+        new.replace(path)

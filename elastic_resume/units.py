@@ -1,6 +1,6 @@
 """Parse durations and sizes as people write them, and format bytes, counts and foreign texts for messages.
 
-Every flag, variable, file and fault plan uses these parsers. A bare number is seconds or bytes.
+Every flag, variable and file uses these parsers. A bare number is seconds or bytes.
 """
 
 from __future__ import annotations

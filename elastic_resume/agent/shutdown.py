@@ -7,7 +7,7 @@ is always the same: workers end at a step boundary, the newest step is committed
     preemption notice, time limit ---> drain request --> we send ourselves a drain signal --^
     signal before a handler is set --> pending --> sent again once there is a handler ------^
 
-The first cause decides the exit code (`policy.drain`). Nothing here waits for another node.
+The first cause decides the exit code (`policy.restart`). Nothing here waits for another node.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 from elastic_resume.agent.workers.supervisor import read_drain_signals, read_grace_s
 from elastic_resume.background import BackgroundThread
 from elastic_resume.events import EventLog
-from elastic_resume.policy import drain
-from elastic_resume.policy.drain import AgentEnd
+from elastic_resume.policy import restart
+from elastic_resume.policy.restart import AgentEnd
 from elastic_resume.schedulers import slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.preemption import NoticeQueryError, NoticeSource
@@ -132,7 +132,7 @@ class ShutdownController:
         if self._end_time is None:
             return math.inf
         job_s = self._end_time - self._started_at
-        margin_s = drain.drain_margin_s(read_grace_s(), self.last_commit_s(), job_s)
+        margin_s = restart.drain_margin_s(read_grace_s(), self.last_commit_s(), job_s)
         return self._end_time - time.time() - margin_s
 
     def _query_end_time(self) -> float | None:
@@ -170,7 +170,7 @@ class ShutdownController:
         context = self._scheduler_context
         is_single_node = os.environ.get("SLURM_JOB_NUM_NODES", str(context.max_nodes)) == "1"
         is_first_node = (context.node_order if node_rank is None else node_rank) == 0 and not is_spare
-        return drain.decide_exit_code(
+        return restart.decide_exit_code(
             self._classify_end(outcome),
             exit_code,
             speaks_for_job=context.scheduler != "slurm" or is_single_node or is_first_node,

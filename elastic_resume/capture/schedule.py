@@ -1,6 +1,6 @@
 """Take the snapshots, commits and comparisons that are due at each step boundary.
 
-The local leader decides for its node (`policy.step_boundary`), from the measured cost of earlier copies. It
+The local leader decides for its node (`decide_actions`), from the measured cost of earlier copies. It
 stores the step of the next snapshot in the control block, so the other local ranks know it before they finish
 that step.
 
@@ -23,9 +23,8 @@ from elastic_resume.capture.snapshotter import Snapshotter
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.policy import checkpoint_interval, digests
-from elastic_resume.policy.checkpoint_interval import SaveCost
+from elastic_resume.policy.checkpoint_interval import SaveCost, StepBoundary, decide_actions
 from elastic_resume.policy.resume_plan import ResumePlan
-from elastic_resume.policy.step_boundary import StepBoundary, decide_actions
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory

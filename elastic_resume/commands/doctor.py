@@ -1,41 +1,35 @@
 """Run ``elastic-resume doctor``: show what a start without flags would take from its environment.
 
 The first lines are the problems, or say that there are none. Each value has its source. The command changes
-nothing, waits at most `LOOKUP_TIMEOUT_S` for name lookups and `TORCH_TIMEOUT_S` for torch, and shows no
-secret. The exit code is 1 if such a start would fail. Run it like the job itself: ``srun elastic-resume
-doctor``.
+nothing, waits at most `TORCH_TIMEOUT_S` for torch, and shows no secret. The exit code is 1 if such a start
+would fail. Run it like the job itself: ``srun elastic-resume doctor``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
 import platform
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
 from elastic_resume import __version__, console, constants, gpus, machine
 from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, resolve_name
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.report.formatting import format_bytes, write_stdout
 from elastic_resume.schedulers import environment, slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 
-LOOKUP_TIMEOUT_S = 5.0
 TORCH_TIMEOUT_S = 60.0
 NO_PROBLEM = "Nothing found that would make a start fail."
 CHECKED = "Checked: this environment, with defaults. Flags of run and a --config file are not read."
@@ -62,7 +56,6 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "no flags of run.",
     )
     parser.add_argument("--ckpt-dir", metavar="DIR", help="as for run")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(function=doctor)
 
 
@@ -71,19 +64,12 @@ def doctor(args: argparse.Namespace) -> int:
     context = _add_deadline(environment.read_context(os.environ))
     findings = [
         *check_scheduler(context),
-        *check_candidates(context),
         *check_settings(os.environ),
         *check_machine(args.ckpt_dir, os.environ),
         *check_installation(_read_workers(context, os.environ)),
     ]
     problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
-    if args.json:
-        items = [
-            {"what": finding.name, "value": finding.value, "source": finding.source} for finding in findings
-        ]
-        write_stdout(json.dumps({"findings": items, "problems": problems}, indent=2) + "\n")
-    else:
-        write_stdout(format_findings(findings, problems) + "\n")
+    write_stdout(format_findings(findings, problems) + "\n")
     return constants.EXIT_JOB_ERROR if problems else constants.EXIT_SUCCESS
 
 
@@ -105,17 +91,6 @@ def format_findings(findings: list[Finding], problems: list[str]) -> str:
     ]
     header = "A start without flags would fail here:" if problems else NO_PROBLEM
     return "\n".join([header, *(f"  - {problem}" for problem in problems), "", *lines, "", CHECKED])
-
-
-def refuse_arguments(arguments: Sequence[str]) -> NoReturn:
-    """Raise ConfigError for arguments that the command does not know, such as flags of run."""
-    name = arguments[0].partition("=")[0]
-    option = next((option for option in OPTIONS if f"--{option.name}" == name.replace("_", "-")), None)
-    hint = f" Set {option.variable}." if option is not None else ""
-    raise ConfigError(
-        f"{name[:100]}: doctor takes no flags of run; it reads the environment.{hint} "
-        "(see elastic-resume doctor --help)"
-    )
 
 
 # ---- checks --------------------------------------------------------------------------------------------
@@ -154,22 +129,6 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
     sources |= context.sources
     return [Finding(name, value, sources.get(name, "")) for name, value in values.items() if value]
-
-
-def check_candidates(context: SchedulerContext) -> list[Finding]:
-    """Return the addresses of the rendezvous candidates."""
-    if context.max_nodes == 1:
-        return []
-    own_addresses = local_addresses()
-    found = []
-    resolved = _resolve_hosts([candidate.rpartition(":")[0] for candidate in context.candidates])
-    for host, addresses in resolved.items():
-        is_own = any(parse_address(address) in own_addresses for address in addresses)
-        text = ", ".join(addresses) or "no address yet"
-        loopback = [address for address in addresses if (read := parse_address(address)) and read.is_loopback]
-        hint = "a loopback address here; other nodes may resolve it differently" if loopback else ""
-        found.append(Finding(host, text + (" (this node)" if is_own else ""), hint or "resolved now"))
-    return found
 
 
 def check_settings(environ: Mapping[str, str]) -> list[Finding]:
@@ -310,32 +269,7 @@ def _check_disk(ckpt_dir: str | None, environ: Mapping[str, str]) -> Finding:
         return Finding("checkpoints", shown, source, f"{existing} cannot be written to: {source}")
     volume = f", volume of {format_bytes(limit)}" if limit is not None else ""
     value = f"{directory}: {format_bytes(free)} free"
-    return Finding("checkpoints", value, f"{source}; {_file_system_type(existing)}{volume}")
-
-
-def _file_system_type(path: Path) -> str:
-    """Return the type of the file system that holds ``path``."""
-    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
-    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
-
-
-def _resolve_hosts(hosts: list[str]) -> dict[str, list[str]]:
-    """Look names up in parallel; a lookup that takes too long is abandoned."""
-    found: dict[str, list[str]] = {host: [] for host in hosts}
-
-    def look_up(host: str) -> None:
-        try:
-            found[host] = resolve_name(host)
-        except (OSError, UnicodeError):
-            return
-
-    threads = [threading.Thread(target=look_up, args=[host], daemon=True) for host in hosts]
-    deadline = time.monotonic() + LOOKUP_TIMEOUT_S
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
+    return Finding("checkpoints", value, f"{source}{volume}")
 
 
 def _format_time(unix: float | None) -> str:

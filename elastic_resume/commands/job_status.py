@@ -13,9 +13,7 @@ import contextlib
 import json
 import os
 import queue
-import shutil
 import stat
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,34 +29,25 @@ from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import parse_endpoints
 from elastic_resume.rendezvous.net.protocol import ProtocolError, derive_status_key, load_token
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
-from elastic_resume.report import summary
-from elastic_resume.report.agent_status import QUERY_TIMEOUT_S, AgentStatus, describe_node, fetch_status
+from elastic_resume.report.agent_status import AgentStatus, describe_node, fetch_status
 from elastic_resume.report.formatting import (
     format_count,
     format_seconds,
     format_table,
-    format_utc,
     truncate,
     wrap_text,
     write_stdout,
 )
 from elastic_resume.report.generations import RECOVERY_BUCKETS_S
-from elastic_resume.report.loader import load_run
 from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.units import parse_duration
 
 MAX_HOPS = 3
 MAX_PARALLEL_QUERIES = 32
 ALL_NODES_TIMEOUT_S = 30.0
 """All nodes together must answer within this time; others are shown as not asked."""
-MAX_ADDRESSES = 64
-"""Addresses that are kept, in case the given ones die."""
 _MAX_FILE_BYTES = 64 * 1024
 _MAX_NAMED = 5
-MAX_SILENCE_S = 60.0
-"""Without an answer for this long, the command takes the job as ended."""
-_CLEAR = "\x1b[H\x1b[J"
 MAX_NODES = 24
 MAX_INCIDENTS = 5
 MAX_SPARES = 24
@@ -66,21 +55,12 @@ _INCIDENT_COLUMNS = ("UTC", "generation", "cause", "recomputed", "recovery")
 _COLUMNS = ("rank", "node", "step", "steps/s", "snapshot", "checkpoint", "updated", "")
 
 
-def fit_screen(status: Mapping[str, Any], columns: int, rows: int) -> list[str]:
-    """Return the lines of `format_screen` that fit a terminal of this size, with fewer nodes if needed."""
-    lines = format_screen(status)
-    nodes = min(MAX_NODES, len(status["nodes"]))
-    if len(lines) > rows and nodes:
-        lines = format_screen(status, max(1, nodes - 1 - (len(lines) - rows)))
-    return [line[:columns] for line in lines[: max(1, rows)]]
-
-
-def format_screen(status: Mapping[str, Any], max_nodes: int = MAX_NODES) -> list[str]:
-    """Return the lines of the screen, with at most ``max_nodes`` nodes."""
+def format_screen(status: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the screen, with at most `MAX_NODES` nodes."""
     return [
         *_format_headline(status),
         "",
-        *_format_nodes(status, max_nodes),
+        *_format_nodes(status),
         *_format_spares(status["spares"], status["preparing"]),
         "",
         *_format_incidents(status),
@@ -117,16 +97,16 @@ def _format_spares(names: Sequence[str], preparing: Sequence[str]) -> list[str]:
     return ["", *wrap_text(f"spares: {', '.join(shown)}{more}")] if names else []
 
 
-def _format_nodes(status: Mapping[str, Any], max_nodes: int) -> list[str]:
+def _format_nodes(status: Mapping[str, Any]) -> list[str]:
     nodes = status["nodes"]
     # Of thousands of nodes, show those with a problem or without a recent update.
     shown = nodes
-    if len(nodes) > max_nodes:
+    if len(nodes) > MAX_NODES:
         by_concern = sorted(
             nodes,
             key=lambda node: (not (node["error"] or node["problem"]), -(node["status_age_s"] or 1e9)),
         )
-        shown = by_concern[:max_nodes]
+        shown = by_concern[:MAX_NODES]
     rows = [
         (
             "-" if node["node_rank"] is None else str(node["node_rank"]),
@@ -198,8 +178,6 @@ class JobEndpoint:
         own = asked.rendezvous.incarnation.address
         answers[own] = asked  # the command may have reached it by another address
         self._ask_all([node.address for node in nodes if node.address not in answers], answers)
-        self.addresses = list(dict.fromkeys([own, *(node.address for node in nodes), *self.addresses]))
-        del self.addresses[MAX_ADDRESSES:]
         return build_document(self.run_id, asked, nodes, dict(answers))
 
     def _find_leader(self, answers: dict[str, _Answer]) -> AgentStatus:
@@ -216,7 +194,9 @@ class JobEndpoint:
             if not isinstance(answer, str):
                 return answer
         details = "; ".join(f"{address}: {reason}" for address, reason in list(answers.items())[:_MAX_NAMED])
-        raise RendezvousLostError(f"no agent of job {self.run_id!r} answers ({details}).")
+        raise RendezvousLostError(
+            f"no agent of job {self.run_id!r} answers ({details}). How it ended: `elastic-resume report`."
+        )
 
     def _ask_all(self, addresses: Sequence[str], answers: dict[str, _Answer]) -> None:
         """Ask agents in threads of their own, which cannot delay the end: a name server may hang too."""
@@ -407,32 +387,6 @@ def read_agent_endpoint(path: Path) -> JobEndpoint | None:
     return None
 
 
-def describe_last_run(path: Path | None, run_id: str | None) -> list[str]:
-    """Describe in lines how the wanted run, or else the newest one, ended; empty if there is none to read."""
-    root = (path or default_ckpt_dir()).absolute()
-    wanted, context = run_id or os.environ.get(constants.ENV_RUN_ID), environment.read_context(os.environ)
-    try:
-        logs = [log for depth in ("", "*/", "*/*/") for log in root.glob(f"{depth}{constants.EVENTS_FILE}")]
-        logs = [log for log in logs if _is_wanted(log.parent.parent.name, path, wanted, context)]
-        newest = max(logs, key=lambda log: log.stat().st_mtime, default=None)
-        if newest is None:
-            return []
-        report = summary.build_run_report(load_run([newest.parent.parent]).events)
-    except (OSError, UsageError):  # the caller's own error says more
-        return []
-    if not report.run_id or report.end_t is None:  # it ran without an agent, so nobody could answer
-        return []
-    when, step = f"{format_utc(report.end_t)} UTC", report.history.last_step
-    lines = wrap_text(f"job {report.run_id} ended at {when}. {report.verdict.text}")
-    if report.history.outcome == "open":
-        place = "before its first step" if step is None else f"at or after step {step}"
-        lines = wrap_text(
-            f"job {report.run_id} was killed {place}, or its nodes cannot be reached from here: no agent "
-            f"answers, and the newest event is of {when}."
-        )
-    return [*lines, f"details: elastic-resume report {newest.parent.parent}"]
-
-
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of the command."""
     parser = subparsers.add_parser(
@@ -444,64 +398,16 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--rdzv-id", metavar="NAME", help="as for run: the job's name")
     file_help = "as token_file of --rdzv-conf for run (or ELASTIC_RESUME_TOKEN)"
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=file_help)
-    once_help = "print once; the default if stdout is no terminal"
-    parser.add_argument("--once", action="store_true", help=once_help)
-    parser.add_argument("--json", action="store_true", help="print everything once, as one JSON object")
-    interval_help = "time between two refreshes (default 1s)"
-    parser.add_argument("--interval", type=_parse_interval, default=1.0, metavar="TIME", help=interval_help)
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.set_defaults(function=status)
 
 
-def _parse_interval(text: str) -> float:
-    return parse_duration("--interval", text, min_s=0.1, max_s=3600)
-
-
 def status(args: argparse.Namespace) -> int:
-    """Show the status; if no agent answers, how the job ended, with exit code 1."""
-    try:
-        return _show_status(args)
-    except ConfigError:
-        raise
-    except (RendezvousLostError, UsageError):
-        local = args.rdzv_endpoint is None and not args.json
-        lines = describe_last_run(args.path, args.rdzv_id) if local else []
-        if not lines:
-            raise
-        write_stdout("\n".join(lines) + "\n")
-        return constants.EXIT_JOB_ERROR
-
-
-def _show_status(args: argparse.Namespace) -> int:
+    """Show the status once."""
     endpoint = find_job(
         args.path, endpoint=args.rdzv_endpoint, run_id=args.rdzv_id, token_file=args.token_file
     )
-    if args.json:
-        write_stdout(json.dumps(endpoint.query_job(), indent=2) + "\n")
-    elif args.once or not (sys.stdout and sys.stdout.isatty()):
-        write_stdout(_format_text(endpoint.query_job()))
-    else:
-        _refresh(endpoint, args.interval)
+    document = endpoint.query_job()
+    text = json.dumps(document, indent=2) if args.json else "\n".join(format_screen(document))
+    write_stdout(f"{text}\n")
     return constants.EXIT_SUCCESS
-
-
-def _refresh(endpoint: JobEndpoint, interval_s: float) -> None:
-    """Show the status repeatedly, until Ctrl-C or until no agent has answered for `MAX_SILENCE_S`."""
-    document, answered_at = endpoint.query_job(), time.monotonic()
-    while True:
-        silent_s = time.monotonic() - answered_at
-        note = f"\nno answer for {silent_s:.0f} s\n" if silent_s > interval_s + QUERY_TIMEOUT_S else ""
-        # One row stays free: the last line ends with a line feed.
-        columns, rows = shutil.get_terminal_size()
-        write_stdout(f"{_CLEAR}{_format_text(document, columns, rows - 1 - note.count(chr(10)))}{note}")
-        time.sleep(interval_s)
-        try:
-            document, answered_at = endpoint.query_job(), time.monotonic()
-        except RendezvousLostError:
-            if time.monotonic() > answered_at + MAX_SILENCE_S:
-                raise
-
-
-def _format_text(document: dict[str, Any], columns: int = 0, rows: int = 0) -> str:
-    """Format the document as text, cut to ``columns`` and ``rows`` if given."""
-    lines = fit_screen(document, columns, rows) if rows else format_screen(document)
-    return "\n".join(lines) + "\n"

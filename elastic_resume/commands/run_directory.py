@@ -7,19 +7,15 @@ exit codes of ``diff`` are those of diff(1): 0 the same, 1 different, 2 a checkp
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_resume import constants, events
 from elastic_resume.config import DEFAULT_CKPT_DIR
-from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
+from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.report import checkpoints, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import (
@@ -33,7 +29,6 @@ from elastic_resume.report.formatting import (
 from elastic_resume.report.loader import load_run
 
 if TYPE_CHECKING:
-    from elastic_resume.checkpoint.manifest import Manifest
     from elastic_resume.state.diff import ComparedCheckpoint, Comparison, Difference
 
 
@@ -50,7 +45,6 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("a", type=Path, metavar="A", help="a checkpoint, or a directory for its newest")
     parser.add_argument("b", type=Path, metavar="B", help="the other checkpoint")
     parser.add_argument("--all", action="store_true", help=f"list all differences, not only {MAX_SHOWN}")
-    parser.add_argument("--json", action="store_true", help="all differences, as one JSON object")
     parser.set_defaults(function=diff)
 
     parser = subparsers.add_parser("report", help="explain a run: root causes, downtime, goodput")
@@ -74,25 +68,14 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "path", type=Path, metavar="SOURCE", help="a checkpoint, or a directory for its newest"
     )
-    parser.add_argument("target", type=Path, metavar="TARGET", help="the file to write; a directory for dcp")
-    selection = parser.add_mutually_exclusive_group()
-    selection.add_argument(
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the file to write")
+    parser.add_argument(
         "--object", "--only", default="model", metavar="NAME", help="the tracked object (default model)"
-    )
-    selection.add_argument(
-        "--all", action="store_true", help="all objects, epoch and step (torch and dcp only)"
     )
     parser.add_argument(
         "--format",
-        choices=("safetensors", "torch", "dcp"),
-        help="default: torch for .pt .pth .bin .ckpt, else safetensors; dcp makes a directory",
-    )
-    parser.add_argument(
-        "--for",
-        dest="wrapped",
-        choices=("plain", "dp", "ddp"),
-        default="plain",
-        help="names as a bare model has them (default), or with 'module.' for DataParallel or DDP",
+        choices=("safetensors", "torch"),
+        help="default: torch for .pt .pth .bin .ckpt, else safetensors",
     )
     parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
     parser.set_defaults(function=export)
@@ -178,60 +161,25 @@ def _verify_line(entry: CheckpointEntry, base: Path) -> str:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write the tensors of one object, or everything, to a plain file."""
-    found = checkpoints.find_node_dirs(args.path)
+    """Write the tensors of one object to a plain file."""
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
+    from elastic_resume.state.open_checkpoint import open_checkpoint  # noqa: PLC0415
 
-    file_format = args.format or exporting.guess_format(args.target)
-    for path, manifest in _export_sources(found):
-        try:
-            exported = exporting.export(
-                path,
-                manifest,
-                args.target,
-                name=None if args.all else args.object,
-                file_format=file_format,
-                wrapped=args.wrapped,
-                force=args.force,
-            )
-        except CheckpointError as error:
-            if found.level == "checkpoint":
-                raise
-            print(f"not used: {error}", file=sys.stderr)
-            continue
-        age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
-        selected = "all" if args.all else args.object
-        write_stdout(
-            f"{selected} of {path} (generation {manifest.generation}, step {manifest.step}, {age_text} old)\n"
-        )
-        size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
-        write_stdout(f"-> {args.target}: {size}, {file_format}\n")
-        if exported.skipped:
-            more = f" and {len(exported.skipped) - 5} more" if len(exported.skipped) > 5 else ""
-            write_stdout(
-                "\n".join(wrap_text(f"left out, not tensors: {', '.join(exported.skipped[:5])}{more}")) + "\n"
-            )
-        return EXIT_OK
-    raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` shows why.")
-
-
-def _export_sources(found: checkpoints.FoundPath) -> Iterator[tuple[Path, Manifest]]:
-    """Yield the named checkpoint, or those of the nodes, newest first."""
-    from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
-
-    if found.level == "checkpoint":
-        yield found.path, quick_check(found.path, None)
-        return
-    if len(found.run_ids) > 1:
-        raise UsageError(
-            f"{found.path}: holds {len(found.run_ids)} runs; give one: {', '.join(found.run_ids[:20])}."
-        )
-    valid = [entry for entry in checkpoints.list_checkpoints(found) if entry.state == "valid"]
-    for entry in sorted(valid, key=lambda entry: (entry.generation or 0, entry.step or 0), reverse=True):
-        try:
-            yield entry.path, quick_check(entry.path, None)
-        except CheckpointError as error:  # a running job pruned it
-            print(f"not used: {error}", file=sys.stderr)
+    checkpoint = open_checkpoint(args.path)
+    manifest, file_format = checkpoint.manifest, args.format or exporting.guess_format(args.target)
+    exported = exporting.export(
+        checkpoint, args.target, name=args.object, file_format=file_format, force=args.force
+    )
+    age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
+    version = f"generation {manifest.generation}, step {manifest.step}, {age_text} old"
+    write_stdout(f"{args.object} of {checkpoint.path} ({version})\n")
+    size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
+    write_stdout(f"-> {args.target}: {size}, {file_format}\n")
+    if exported.skipped:
+        more = f" and {len(exported.skipped) - 5} more" if len(exported.skipped) > 5 else ""
+        text = f"left out, not tensors: {', '.join(exported.skipped[:5])}{more}"
+        write_stdout("\n".join(wrap_text(text)) + "\n")
+    return EXIT_OK
 
 
 # ---- diff --------------------------------------------------------------------------------------------
@@ -249,21 +197,9 @@ def diff(args: argparse.Namespace) -> int:
     except Exception as error:  # noqa: BLE001  whatever it is: Python's own exit code would say "different"
         print(f"elastic-resume diff: internal error: {error!r}", file=sys.stderr)
         return EXIT_UNREADABLE
-    if args.json:
-        write_stdout(format_diff_json(comparison) + "\n")
-    else:
-        max_shown = len(comparison.differences) if args.all else MAX_SHOWN
-        write_stdout("\n".join(format_diff_text(comparison, max_shown)) + "\n")
+    max_shown = len(comparison.differences) if args.all else MAX_SHOWN
+    write_stdout("\n".join(format_diff_text(comparison, max_shown)) + "\n")
     return EXIT_BAD if comparison.differences else EXIT_OK
-
-
-def format_diff_json(comparison: Comparison) -> str:
-    """Return the comparison as JSON; an infinite difference is the string "inf"."""
-    members = {"same": not comparison.differences, **asdict(comparison)}
-    for difference in members["differences"]:
-        for key in ("max_abs_difference", "max_rel_difference"):
-            difference[key] = difference[key] if math.isfinite(difference[key]) else "inf"
-    return json.dumps(members)
 
 
 def format_diff_text(comparison: Comparison, max_shown: int) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -24,9 +23,6 @@ from elastic_resume.report.formatting import format_count, format_seconds
 from elastic_resume.report.generations import Generation
 
 BAD, NOTE = "bad", "note"
-_SLOW_FACTOR = 5  # a commit is slow if it takes this many times the node's median
-_MIN_SLOW_S = 1.0
-_MIN_COMMITS = 4  # fewer commits have no typical duration
 _VARYING_FIELDS = frozenset({"t", "b", "pid", "seconds", "generation"})
 
 
@@ -69,7 +65,6 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> t
             text = event.get_text("message") or kind
             alert = _make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text)
             found.append((alert, _identify_problem(event)))
-    found += [(alert, str(alert.step)) for alert in _find_slow_commits(timeline.select("commit"))]
     return tuple(sorted(_merge_repeated(found, timeline), key=lambda alert: (alert.t, alert.node)))
 
 
@@ -119,23 +114,6 @@ def _next_after(times: list[float], t: float) -> float:
     """Return the first of the sorted ``times`` after ``t``; infinity if there is none."""
     index = bisect.bisect_right(times, t)
     return times[index] if index < len(times) else math.inf
-
-
-def _find_slow_commits(commits: list[ParsedEvent]) -> list[Alert]:
-    """Find commits that took much longer than is typical for their node."""
-    by_node: dict[str, list[tuple[ParsedEvent, float]]] = defaultdict(list)
-    for event in commits:
-        seconds = event.get_seconds("seconds")
-        if seconds is not None:
-            by_node[event.node].append((event, seconds))
-    alerts = []
-    for node_commits in by_node.values():
-        typical_s = statistics.median(seconds for _, seconds in node_commits)
-        for event, seconds in node_commits:
-            if len(node_commits) >= _MIN_COMMITS and seconds > max(_MIN_SLOW_S, _SLOW_FACTOR * typical_s):
-                text = f"a commit took {format_seconds(seconds)}, typically {format_seconds(typical_s)}"
-                alerts.append(replace(_make_alert("slow-disk", BAD, event, text), t=event.t - seconds))
-    return alerts
 
 
 # ---- one sentence for each kind ------------------------------------------------------------------------
@@ -254,6 +232,6 @@ def describe_recurrence(alert: Alert) -> str:
     """Describe how often and how long an alert occurred; empty if once."""
     duration_s = alert.last_t - alert.t
     repeats = format_count(alert.count, "time") if alert.count > 1 else ""
-    lasting = f"for {format_seconds(duration_s)}" if duration_s >= 1 and alert.kind != "slow-disk" else ""
+    lasting = f"for {format_seconds(duration_s)}" if duration_s >= 1 else ""
     unresolved = "" if alert.is_resolved else "not resolved"
     return ", ".join(filter(None, [repeats, lasting, unresolved]))

@@ -1,9 +1,9 @@
 """Measure where a run's time went: its goodput, and what took the rest.
 
-`measure_generations` finds up to eight moments of each generation. A moment that left no event is None.
-`recovery_phases` gives the seconds between the moments of two generations. `slice_time` cuts the run into
-slices without a gap or an overlap, so the parts of `Goodput` add up to the whole. It measures the time of the
-job, not of its nodes: a node that is absent while the others train costs nothing here. Pure.
+`measure_generations` finds the moments of each generation. A moment that left no event is None. `slice_time`
+cuts the run into slices without a gap or an overlap, so the parts of `Goodput` add up to the whole. It
+measures the time of the job, not of its nodes: a node that is absent while the others train costs nothing
+here. Pure.
 
 Within a generation's training, *recomputed* time went into steps that a later generation ran again,
 *interrupted* time into the step that its end interrupted. *Stalled* time is what training waited
@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
-from elastic_resume.report.generations import Generation
-from elastic_resume.report.run_history import RunHistory
+from elastic_resume.report.generations import Generation, RunHistory
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class GenerationTimes:
 
     ``rendezvous_done_t``: all its nodes know the world. ``workers_started_t``: its workers begin to load
     the state. ``restored_t``: they have it. ``last_step_t`` is exact to within a step. ``detected_t``:
-    the first sign of its end. ``workers_stopped_t``: its workers have ended. ``end_t``: its last event.
-    ``stalled_s``: how long its training waited for snapshots, in all.
+    the first sign of its end. ``end_t``: its last event. ``stalled_s``: how long its training waited for
+    snapshots, in all.
     """
 
     number: int
@@ -74,7 +73,6 @@ class GenerationTimes:
     first_step_t: float | None
     last_step_t: float | None
     detected_t: float | None
-    workers_stopped_t: float | None
     end_t: float
     stalled_s: float
     step_timing: StepTiming = field(repr=False)
@@ -83,32 +81,6 @@ class GenerationTimes:
     def start_t(self) -> float:
         """The end of its rendezvous; if unknown, when its workers had their state."""
         return self.restored_t if self.rendezvous_done_t is None else self.rendezvous_done_t
-
-
-@dataclass(frozen=True)
-class RecoveryPhases:
-    """Seconds of one recovery, from the last step before it to the first step after it.
-
-    A phase that is unknown is None, and its time is part of the next one.
-    """
-
-    detected_s: float | None
-    stopped_s: float | None
-    rendezvous_s: float | None
-    started_s: float | None
-    restored_s: float | None
-    step_s: float | None
-
-    @property
-    def total_s(self) -> float:
-        """The sum of all known phases."""
-        return sum(value for _, value in self.known)
-
-    @property
-    def known(self) -> list[tuple[str, float]]:
-        """The known phases by name, in order."""
-        phases = ((phase.name[:-2], getattr(self, phase.name)) for phase in fields(self))
-        return [(name, value) for name, value in phases if value is not None]
 
 
 def measure_generations(timeline: EventTimeline, history: RunHistory) -> tuple[GenerationTimes, ...]:
@@ -129,7 +101,6 @@ def _measure_generation(
     for event in events:
         times[event.kind].append(event.t)
     resume = next((event for event in reversed(events) if event.kind == "resume"), None)
-    exits = times["worker-exit"]
     last_event_t = max((event.t for event in events if event.t <= next_start_t), default=row.start_t)
     # Workers that never had their state were starting all the time.
     restored_t = max(times["worker-start"] or times["resume"], default=last_event_t)
@@ -137,7 +108,9 @@ def _measure_generation(
     resume_s = resume.get_seconds("seconds") if resume is not None else None
     step_timing = _step_timing(events, row, restored_t)
     steps, last_step_t = step_timing.step_times, None
-    detected_t = min(exits, default=None) if row.detected_t is None else max(row.detected_t, restored_t)
+    detected_t = (
+        min(times["worker-exit"], default=None) if row.detected_t is None else max(row.detected_t, restored_t)
+    )
     if row.last_step is not None and row.first_step is not None:
         last_step_t = step_timing.time_of_step(row.last_step)
     if last_step_t is not None and detected_t is not None and not times["run-end"]:
@@ -150,7 +123,6 @@ def _measure_generation(
         first_step_t=steps[1][1] if len(steps) > 1 else None,
         last_step_t=last_step_t,
         detected_t=detected_t,
-        workers_stopped_t=max((t for t in exits if t <= next_start_t), default=None),
         end_t=max(times["run-end"], default=max(restored_t, last_event_t)),
         stalled_s=_stalled_s(events),
         step_timing=step_timing,
@@ -177,26 +149,6 @@ def _stalled_s(events: Iterable[ParsedEvent]) -> float:
         if event.kind in {"step", "run-end"} and stalled_s is not None:
             by_rank[event.rank] = stalled_s
     return max(by_rank.values(), default=0.0)
-
-
-def recovery_phases(previous: GenerationTimes, following: GenerationTimes) -> RecoveryPhases | None:
-    """Return the phases between two generations; None if the later one reached no step."""
-    cursor = previous.last_step_t if previous.last_step_t is not None else previous.detected_t
-    if cursor is None or following.first_step_t is None:
-        return None
-    phases: list[float | None] = []
-    for moment in (
-        previous.detected_t,
-        previous.workers_stopped_t,
-        following.rendezvous_done_t,
-        following.workers_started_t,
-        following.restored_t,
-        following.first_step_t,
-    ):
-        end_t = cursor if moment is None else min(max(cursor, moment), following.first_step_t)
-        phases.append(None if moment is None else round(max(0.0, end_t - cursor), 3))
-        cursor = max(cursor, end_t)
-    return RecoveryPhases(*phases)
 
 
 PRODUCTIVE, RECOMPUTED, INTERRUPTED = "productive", "recomputed", "interrupted"

@@ -40,7 +40,6 @@ from elastic_resume.report.goodput import GenerationTimes
 from elastic_resume.report.summary import (
     GOODPUT_LABELS,
     MAX_SILENCE_S,
-    PHASE_LABELS,
     RunReport,
     format_since_start,
 )
@@ -92,7 +91,6 @@ def render_page(report: RunReport, title: str = "") -> str:
         downtime_note=(summary.DOWNTIME_NOTE.capitalize() + ".") if report.downtimes else "",
         goodput=_bar_parts((kind, GOODPUT_LABELS[kind], value) for kind, value in report.goodput.parts),
         timeline=_draw_timeline(report),
-        recoveries=_recovery_bar(report),
         generations=_generation_rows(report),
         faults=_split_table(report.faults, later),
         alerts=_split_table(report.alerts, later),
@@ -181,17 +179,6 @@ def _bar_parts(parts: Iterable[tuple[str, str, float]]) -> list[dict[str, Any]]:
     return pieces
 
 
-def _recovery_bar(report: RunReport) -> dict[str, Any] | None:
-    """Return the median phases of a recovery; the first step is a note, not a part."""
-    medians = summary.median_phases(report)
-    first_step_s = medians.pop("step", None)
-    parts = _bar_parts((f"p-{name}", PHASE_LABELS[name], value) for name, value in medians.items())
-    note = "From the last step before the failure until the state is restored."
-    note += f" The first step takes {format_seconds(first_step_s)}." if first_step_s is not None else ""
-    note += f" Medians of {len(report.recoveries)} recoveries." if len(report.recoveries) > 1 else ""
-    return {"parts": parts, "note": note} if parts else None
-
-
 # ---- tables --------------------------------------------------------------------------------------------
 
 
@@ -207,7 +194,6 @@ def _generation_rows(report: RunReport) -> list[dict[str, Any]]:
         injected[fault.generation].append(f"injected: {fault.text}")
     rows = []
     for row, times in zip(report.history.generations, report.generation_times, strict=True):
-        phases = report.recoveries.get(row.number)
         kind = "good" if row.end.kind == "finished" else "other"
         rows.append(
             {
@@ -215,7 +201,6 @@ def _generation_rows(report: RunReport) -> list[dict[str, Any]]:
                 "start_t": times.start_t,
                 "kind": "failure" if row.end.is_failure else kind,
                 "details": [*injected[row.number], *summary.describe_details(row)],
-                "phases": phases.known if phases else [],
             }
         )
 

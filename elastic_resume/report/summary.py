@@ -7,7 +7,6 @@ Checkpoints on disk, hang reports and read errors are arguments, because events 
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -17,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from elastic_resume.events import Event, get_boot_time
-from elastic_resume.report import alerts, checkpoints, event_log, goodput, run_history
+from elastic_resume.report import alerts, checkpoints, event_log, goodput
 from elastic_resume.report.alerts import BAD, Alert, describe_recurrence
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline
@@ -31,16 +30,13 @@ from elastic_resume.report.formatting import (
     truncate,
     wrap_text,
 )
-from elastic_resume.report.generations import Generation
+from elastic_resume.report.generations import Generation, JobWait, RunHistory, build_history
 from elastic_resume.report.goodput import (
     GenerationTimes,
     Goodput,
-    RecoveryPhases,
     TimeSlice,
     measure_generations,
-    recovery_phases,
 )
-from elastic_resume.report.run_history import JobWait, RunHistory
 
 MAX_HINTS = 6
 MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
@@ -61,14 +57,6 @@ DOWNTIME_NOTE = (
     "downtime: what failures cost, which is recomputed and interrupted steps and all time until "
     "the next generation's first step"
 )
-PHASE_LABELS = {
-    "detected": "detection",
-    "stopped": "stopping workers",
-    "rendezvous": "rendezvous",
-    "started": "starting workers",
-    "restored": "restore",
-    "step": "first step",
-}
 MAX_ROWS, MAX_NOTES, MAX_ALERTS, MAX_OTHERS = 40, 40, 20, 4  # limits of the output in a terminal
 MAX_NOTE_CHARS = 600  # limit of one note; --json has all of it
 _COLUMNS = ("gen", "nodes", "world", "steps", "ended because", "recomputed", "recovery")
@@ -186,7 +174,7 @@ def _hints_from_totals(history: RunHistory, goodput: Goodput) -> list[str]:
     return hints
 
 
-REPORT_SCHEMA = 3
+REPORT_SCHEMA = 4
 
 
 @dataclass(frozen=True)
@@ -216,9 +204,8 @@ class InjectedFault:
 class RunReport:
     """Everything that a report shows of one run.
 
-    ``recoveries`` (of failures) and ``downtimes`` are by the number of the generation that ended.
-    ``silent_s`` is the time since the last event, if the present is known. ``stacks`` are hang reports by
-    NODE/FILE.
+    ``downtimes`` are by the number of the generation that ended. ``silent_s`` is the time since the last
+    event, if the present is known. ``stacks`` are hang reports by NODE/FILE.
     """
 
     run_id: str
@@ -228,7 +215,6 @@ class RunReport:
     silent_s: float | None
     verdict: RunVerdict
     history: RunHistory
-    recoveries: Mapping[int, RecoveryPhases]
     downtimes: Mapping[int, float]
     goodput: Goodput
     alerts: tuple[Alert, ...]
@@ -241,11 +227,15 @@ class RunReport:
     generation_times: tuple[GenerationTimes, ...] = field(repr=False)
 
     @property
-    def median_recovery_s(self) -> float | None:
-        """The median of the recoveries in the table of generations; None without one."""
+    def recoveries_s(self) -> list[float]:
+        """The recoveries in the table of generations."""
         rows = self.history.generations
-        found = [row.failure_recovery_s for row in rows if row.failure_recovery_s is not None]
-        return statistics.median(found) if found else None
+        return [row.failure_recovery_s for row in rows if row.failure_recovery_s is not None]
+
+    @property
+    def median_recovery_s(self) -> float | None:
+        """Their median; None without one."""
+        return statistics.median(self.recoveries_s) if self.recoveries_s else None
 
     @property
     def newest_checkpoint_step(self) -> int | None:
@@ -274,7 +264,7 @@ def build_run_report(
     boot_time = get_boot_time(boot_stamp or {})
     if now is not None and boot_time is not None and boot_time[0] in timeline.boot_times:
         now = timeline.boot_times[boot_time[0]] + boot_time[1]
-    history = run_history.build_history(timeline)
+    history = build_history(timeline)
     generation_times = measure_generations(timeline, history)
     slices = goodput.slice_time(timeline, history, generation_times)
     total = goodput.sum_goodput(slices, generation_times)
@@ -283,13 +273,6 @@ def build_run_report(
     starts = timeline.select("agent-start")
     event_times = [item.t for item in timeline.events if item.kind != "fault"]
     silent_s = now - max(event_times) if now is not None and event_times else None
-    recoveries = (
-        (previous.number, recovery_phases(previous, following))
-        for row, (previous, following) in zip(
-            history.generations, itertools.pairwise(generation_times), strict=False
-        )
-        if row.failure_recovery_s is not None
-    )
     return RunReport(
         run_id=next((item.get_text("run_id") for item in starts if item.get_text("run_id")), ""),
         command=next((item.get_text("command") for item in reversed(starts) if item.get_text("command")), ""),
@@ -298,7 +281,6 @@ def build_run_report(
         silent_s=silent_s,
         verdict=_summarize_run(history, total, sum(downtimes.values()), alert_list, silent_s=silent_s),
         history=history,
-        recoveries={number: item for number, item in recoveries if item is not None},
         downtimes=downtimes,
         goodput=total,
         alerts=alert_list,
@@ -343,8 +325,6 @@ def format_json(run_report: RunReport) -> str:
     """
     history = asdict(run_report.history)
     for row in history["generations"]:
-        phases = run_report.recoveries.get(row["number"])
-        row["recovery"] = asdict(phases) if phases is not None else None
         row["downtime_s"] = run_report.downtimes.get(row["number"])
     members: dict[str, Any] = {
         "schema": REPORT_SCHEMA,
@@ -481,21 +461,11 @@ def _describe_goodput(report: RunReport) -> str:
     return "; ".join(filter(None, [f"goodput {share} of {format_seconds(total_s)}", ", ".join(shown)]))
 
 
-def median_phases(report: RunReport) -> dict[str, float]:
-    """Return the median of each known phase of the recoveries, by name."""
-    values: dict[str, list[float]] = {name: [] for name in PHASE_LABELS}
-    for phases in report.recoveries.values():
-        for name, value in phases.known:
-            values[name].append(value)
-    return {name: statistics.median(found) for name, found in values.items() if found}
-
-
 def _describe_recoveries(report: RunReport) -> str:
-    medians, count = median_phases(report), len(report.recoveries)
-    parts = ", ".join(f"{PHASE_LABELS[name]} {format_seconds(value)}" for name, value in medians.items())
-    subject = "recovery" if count == 1 else f"{count} recoveries, medians"
-    total = f" {format_seconds(report.median_recovery_s)} from the first sign to the first step"
-    return f"{subject}:{total}; {parts}" if parts else ""
+    count = len(report.recoveries_s)
+    subject = "recovery" if count == 1 else f"{count} recoveries, median"
+    duration = format_seconds(report.median_recovery_s)
+    return f"{subject}: {duration} from the first sign to the first step" if count else ""
 
 
 def _describe_checkpoints(report: RunReport) -> str:

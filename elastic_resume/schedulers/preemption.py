@@ -35,11 +35,7 @@ MAX_QUOTED_CHARS = 200
 POLL_S = 5.0  # AWS advises 5 s; the shortest notice of any cloud is 30 s
 FILE_POLL_S = 1.0
 EC2_TOKEN_TTL_S = 21600  # the longest lifetime that EC2 accepts
-MAX_SOURCES = 8
 METADATA_URL = "http://169.254.169.254"  # the address is the same on all three clouds
-SOURCE_FORMATS = "aws, gcp, azure (each also NAME:http://ADDRESS) or file:PATH"
-_SOURCE_SEPARATOR = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:)")
-"""Commas between sources; others belong to a path."""
 
 
 class NoticeQueryError(Exception):
@@ -116,41 +112,23 @@ class NoticeSource:
 
 
 def parse_sources(setting: str, text: str) -> list[NoticeSource]:
-    """Parse sources separated by commas; none for ``off``. ``setting`` names the value's source for errors.
+    """Parse a source; none for ``off``. ``setting`` names the value's source for errors.
 
     Raises:
-        ConfigError: a source is unknown, or its address or path is malformed.
+        ConfigError: the source is unknown, or its path is missing.
 
     """
-    if text.strip() in {"", "off"}:
+    word = text.strip()
+    if word in {"", "off"}:
         return []
-    words = [word.strip() for word in _SOURCE_SEPARATOR.split(text)]
-    if len(words) > MAX_SOURCES:
-        raise ConfigError(f"{setting} names {len(words)} sources; at most {MAX_SOURCES} are allowed.")
-    return [_parse_source(setting, word) for word in words]
-
-
-def _parse_source(setting: str, word: str) -> NoticeSource:
-    kind, colon, rest = word.partition(":")
-    rest = rest.strip()
-    cloud = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}.get(kind)
-    if cloud is not None and bool(colon) == bool(rest):
-        return NoticeSource(word, cloud(_parse_base_url(setting, word, rest) if rest else METADATA_URL).poll)
+    cloud = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}.get(word)
+    if cloud is not None:
+        return [NoticeSource(word, cloud(METADATA_URL).poll)]
+    kind, _, rest = word.partition(":")
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
-        return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)
-    raise ConfigError(f"{setting} is {word!r}: write {SOURCE_FORMATS}.")
-
-
-def _parse_base_url(setting: str, word: str, text: str) -> str:
-    try:
-        parts = urlsplit(text)
-        is_plain = parts.port != 0 and not (parts.query or parts.fragment or parts.username)
-    except ValueError:  # the port is not a number
-        parts, is_plain = urlsplit(""), False
-    if parts.scheme != "http" or not parts.hostname or not is_plain or not re.fullmatch(r"[!-~]+", text):
-        raise ConfigError(f"{setting} is {word!r}: its address must be http://HOST[:PORT][/PATH].")
-    return text.rstrip("/")
+        return [NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)]
+    raise ConfigError(f"{setting} is {text[:MAX_QUOTED_CHARS]!r}: write aws, gcp, azure or file:PATH.")
 
 
 # ---- clouds --------------------------------------------------------------------------------------------

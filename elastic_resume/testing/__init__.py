@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         TriggerError,
     )
     from elastic_resume.testing.equivalence import assert_same_run
-    from elastic_resume.testing.faults import Fault, FaultPlan
+    from elastic_resume.testing.faults import Fault
     from elastic_resume.testing.pytest_plugin import elastic_cluster, make_cluster
 
 _CLUSTER_MODULE, _EQUIVALENCE_MODULE = "elastic_resume.testing.cluster", "elastic_resume.testing.equivalence"
@@ -42,7 +42,6 @@ pytest_plugins = (_PLUGIN_MODULE,)  # pytest imports it with this module, its en
 _LAZY_EXPORTS = {
     "Cluster": _CLUSTER_MODULE,
     "Fault": "elastic_resume.testing.faults",
-    "FaultPlan": "elastic_resume.testing.faults",
     "ClusterTimeoutError": _CLUSTER_MODULE,
     "Trigger": _CLUSTER_MODULE,
     "TriggerError": _CLUSTER_MODULE,
@@ -57,7 +56,6 @@ __all__ = [
     "Cluster",
     "ClusterTimeoutError",
     "Fault",
-    "FaultPlan",
     "Node",
     "Recovery",
     "Trigger",

@@ -1,12 +1,10 @@
-"""Run ``elastic-resume chaos``: a job on simulated nodes under a fault plan, and its report.
+"""Run ``elastic-resume chaos``: a job on simulated nodes under random faults, and its report.
 
-A fault that these nodes cannot have is refused before anything starts. Each fault and each generation is
-printed when it comes. The end prints the run's report, the faults that were not injected, and one sentence.
-No process, namespace or mount is left behind, and no file outside the job's directory.
+Each fault and each generation is printed when it comes. The end prints the run's report and one sentence. No
+process, namespace or mount is left behind, and no file outside the job's directory.
 
 Exit codes: 0 the job ended well; 1 it failed or stalled; 2 nothing was started; 128 + n signal n. 3: the job
-ended well, but a fault of the plan, or every random fault, never happened. Such a run proves less than was
-requested.
+ended well, but no fault was injected. Such a run proves less than was requested.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,10 +31,10 @@ from elastic_resume.report import formatting, summary
 from elastic_resume.report.formatting import format_count, wrap_text
 from elastic_resume.report.loader import LoadedRun, load_run
 from elastic_resume.report.summary import RunReport
-from elastic_resume.testing import faults, virtual_network
+from elastic_resume.testing import virtual_network
 from elastic_resume.testing.cluster import Cluster, Hosts
 from elastic_resume.testing.fault_runner import DONE, FaultInjector, FaultOutcome
-from elastic_resume.testing.faults import FaultPlan, JobShape, RandomFaults
+from elastic_resume.testing.faults import Fault, JobShape, draw_random_faults
 from elastic_resume.units import choose_verb, parse_duration, parse_size
 
 logger = logging.getLogger(__name__)
@@ -69,7 +67,7 @@ def main(args: Sequence[str]) -> int:
     """Run ``elastic-resume chaos [flags] [flags of run] -- script args...`` and return its exit code.
 
     Raises:
-        ConfigError: the command or the plan is wrong.
+        ConfigError: the command is wrong.
         MachineError: these nodes are not available here.
 
     """
@@ -79,7 +77,7 @@ def main(args: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--dir {experiment.directory}: cannot be made: {error.strerror}.") from error
     script = shlex.join(experiment.script)
-    formatting.write_stdout(f"{script} on {_describe_nodes(experiment)}; seed {experiment.plan.seed}\n")
+    formatting.write_stdout(f"{script} on {_describe_nodes(experiment)}; seed {experiment.seed}\n")
     caught: list[int] = []
     try:
         with console.log_handler(_PACKAGE_LOGGER, _StdoutHandler()), _interrupt_on_signals(caught):
@@ -91,9 +89,7 @@ def main(args: Sequence[str]) -> int:
         return constants.EXIT_SIGNAL_BASE + caught[0]
     if result.failure:
         return constants.EXIT_JOB_ERROR
-    if result.missed_faults or _has_no_random_fault(experiment, result):
-        return constants.EXIT_PLAN_INCOMPLETE
-    return constants.EXIT_SUCCESS
+    return constants.EXIT_SUCCESS if result.injected else constants.EXIT_NO_FAULT
 
 
 class _StdoutHandler(logging.Handler):
@@ -125,9 +121,10 @@ def parse_command(words: Sequence[str]) -> Experiment:
             raise ConfigError(
                 f"{name} is not for chaos to pass on: it decides that itself; see {REPLACED_RUN_FLAGS[name]}."
             )
-    plan = _build_plan(args)
     chosen: Hosts = args.hosts or ("loopback" if virtual_network.unavailable_reason() else "namespaces")
-    plan.validate(JobShape(args.nodes, args.workers_per_node, chosen))
+    seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
+    shape = JobShape(args.nodes, args.workers_per_node, chosen)
+    faults = draw_random_faults(shape, mtbf_s=args.mtbf, until_s=args.for_s, seed=seed)
     if not 1 <= args.min_nodes <= args.nodes:
         raise ConfigError(f"--min-nodes is {args.min_nodes}: write 1 to {args.nodes}.")
     if args.disk is not None and chosen != "namespaces":
@@ -144,7 +141,8 @@ def parse_command(words: Sequence[str]) -> Experiment:
         flags=tuple(flags),
         env=_read_passed_settings(os.environ),
         script=tuple(after),
-        plan=plan,
+        faults=tuple(faults),
+        seed=seed,
         disk_bytes=args.disk,
         fault_window_s=args.for_s,
         stall_timeout_s=args.patience,
@@ -175,28 +173,26 @@ def build_parser() -> Parser:
     parser = Parser(
         prog=PROG,
         usage=f"{PROG} [flags] [flags of `elastic-resume run`] -- script [its arguments]",
-        description="Run a training script on simulated nodes, inject faults, and report how the job "
-        "recovered. A fault plan names the faults; without one they are random.",
+        description="Run a training script on simulated nodes, inject random faults, and report how the job "
+        "recovered.",
         epilog="TIME is a number of seconds, or has a unit: 500ms, 30s, 5m. Exit codes: 0: the job finished. "
-        "1: it failed or made no progress. 2: nothing was started. 3: it finished, but a planned fault was "
-        "not injected.",
+        "1: it failed or made no progress. 2: nothing was started. 3: it finished before the first fault.",
     )
 
     def add(flag: str, what: str, **more: Any) -> None:
         parser.add_argument(flag, help=what, **more)
 
-    def add_time(flag: str, what: str, **more: Any) -> None:
-        add(flag, what, type=functools.partial(parse_duration, flag), metavar="TIME", **more)
+    def add_time(flag: str, what: str, *, min_s: float = 0.0, **more: Any) -> None:
+        add(flag, what, type=functools.partial(parse_duration, flag, min_s=min_s), metavar="TIME", **more)
 
     count: dict[str, Any] = {"type": _parse_count, "metavar": "N"}
     add("--nodes", "number of simulated nodes (default 3)", default=3, **count)
     add("--min-nodes", "fewest nodes that continue training (default 1)", default=1, **count)
     add("--workers-per-node", "ranks on each node (default 1)", default=1, **count)
-    add("--plan", "the fault plan: which fault is injected into which node, and when", type=Path,
-        metavar="FILE.yaml")  # fmt: skip
     add("--seed", "seed of all random choices; the same seed repeats the same faults", type=int, metavar="N")
-    add_time("--mtbf", "mean time between random faults (default 15s without a plan)")
-    add_time("--for", "inject no fault later than this after the first step", dest="for_s")
+    add_time("--mtbf", "mean time between faults (default 15s)", min_s=0.001, default=DEFAULT_MTBF_S)
+    add_time("--for", "inject no fault later than this after the first step", dest="for_s",
+             default=MAX_FAULT_WINDOW_S)  # fmt: skip
     add("--hosts", "namespaces: each node has a network and a disk in memory; needs root, and is the default "
         "where it works. loopback: processes only", choices=("loopback", "namespaces"))  # fmt: skip
     add("--disk", "size of each node's disk with --hosts namespaces (default 256MB)", type=_parse_size,
@@ -220,17 +216,6 @@ def _parse_size(text: str) -> int:
         return parse_size("it", text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _build_plan(args: argparse.Namespace) -> FaultPlan:
-    """Build the plan of the command line: from a file, random, or both."""
-    plan = faults.read_plan(args.plan) if args.plan else FaultPlan(seed=secrets.randbelow(1 << 31))
-    if args.seed is not None:
-        plan = replace(plan, seed=args.seed)
-    if args.mtbf is not None or args.plan is None:
-        mtbf_s = DEFAULT_MTBF_S if args.mtbf is None else args.mtbf
-        plan = replace(plan, every=replace(plan.every or RandomFaults(mtbf_s), mtbf_s=mtbf_s))
-    return plan
 
 
 @contextlib.contextmanager
@@ -268,9 +253,10 @@ class Experiment:
     flags: tuple[str, ...]
     env: Mapping[str, str]
     script: tuple[str, ...]
-    plan: FaultPlan
+    faults: tuple[Fault, ...]
+    seed: int = 0
     disk_bytes: int | None = None
-    fault_window_s: float | None = None
+    fault_window_s: float = MAX_FAULT_WINDOW_S
     stall_timeout_s: float = STALL_TIMEOUT_S
 
 
@@ -283,9 +269,9 @@ class ExperimentResult:
     run_report: RunReport
 
     @property
-    def missed_faults(self) -> list[FaultOutcome]:
-        """List the faults of the plan that never happened. Random faults do not count."""
-        return [outcome for outcome in self.fault_outcomes if outcome.state != DONE and not outcome.is_random]
+    def injected(self) -> int:
+        """Count the faults that happened."""
+        return sum(outcome.state == DONE for outcome in self.fault_outcomes)
 
 
 def run(experiment: Experiment) -> ExperimentResult:
@@ -323,10 +309,7 @@ class _ExperimentRun:
 
     def __init__(self, experiment: Experiment, cluster: Cluster) -> None:
         self._experiment, self._cluster = experiment, cluster
-        shape = JobShape(experiment.nodes, experiment.workers_per_node, experiment.hosts)
-        until_s = MAX_FAULT_WINDOW_S if experiment.fault_window_s is None else experiment.fault_window_s
-        schedule = experiment.plan.schedule(shape, until_s=until_s)
-        self.injector = FaultInjector(cluster, schedule, written_count=len(experiment.plan.faults))
+        self.injector = FaultInjector(cluster, experiment.faults)
         self._last_progress_at = time.monotonic()
         self._latest_progress = (0, 0)
         self._job_ended_at: float | None = None
@@ -379,8 +362,7 @@ class _ExperimentRun:
         )
 
     def _end_fault_window(self) -> None:
-        window_s = self._experiment.fault_window_s
-        if window_s is not None and self.injector.elapsed_s >= window_s:
+        if self.injector.elapsed_s >= self._experiment.fault_window_s:
             self.injector.cancel_pending("the time of --for was over")
 
     def _kill_late_nodes(self, now: float) -> None:
@@ -419,37 +401,24 @@ class _ExperimentRun:
 
 
 def format_result(experiment: Experiment, result: ExperimentResult) -> str:
-    """Format the report, the faults that were not injected, and the conclusion."""
+    """Format the report and the conclusion."""
     lines = [summary.format_text(result.run_report).rstrip(), ""]
-    for missed in result.missed_faults:
-        lines += wrap_text(f"not injected: fault {missed.number}, {missed.fault}: {missed.reason}")
-    lines += wrap_text(_summarize(experiment, result))
+    lines += wrap_text(_summarize(result))
     lines += result.failure.splitlines()[1:]  # the ends of the nodes' output
-    again = f"To repeat the same faults: {PROG} --seed {experiment.plan.seed} with the same flags and plan."
+    again = f"To repeat the same faults: {PROG} --seed {experiment.seed} with the same flags."
     return "\n".join([*lines, *wrap_text(f"{again} Logs and checkpoints are in {experiment.directory}.")])
 
 
-def _has_no_random_fault(experiment: Experiment, result: ExperimentResult) -> bool:
-    """Whether random faults were requested and none happened."""
-    happened = any(outcome.state == DONE for outcome in result.fault_outcomes)
-    return experiment.plan.every is not None and not happened
-
-
-def _summarize(experiment: Experiment, result: ExperimentResult) -> str:
+def _summarize(result: ExperimentResult) -> str:
     history = result.run_report.history
-    injected = sum(outcome.state == DONE for outcome in result.fault_outcomes)
     cost = (
-        f"{format_count(injected, 'fault')} injected, {format_count(history.num_incidents, 'incident')} "
-        f"followed, {format_count(history.recomputed_steps, 'step')} recomputed"
+        f"{format_count(result.injected, 'fault')} injected, "
+        f"{format_count(history.num_incidents, 'incident')} followed, "
+        f"{format_count(history.recomputed_steps, 'step')} recomputed"
     )
     if result.failure:
         return f"WRONG: {result.failure.splitlines()[0]} ({cost})"
-    left = len(result.missed_faults)
-    never = f"; {format_count(left, 'planned fault')} {choose_verb(left, 'was', 'were')} not injected"
-    if not left:
-        never = ""
-        if _has_no_random_fault(experiment, result):
-            never = "; no fault was injected: train for longer, or give a shorter --mtbf"
+    never = "" if result.injected else "; no fault was injected: train for longer, or give a shorter --mtbf"
     return f"The job finished, at step {history.last_step}: {cost}{never}."
 
 

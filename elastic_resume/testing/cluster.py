@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,17 +29,12 @@ from elastic_resume import constants, events
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
-from elastic_resume.report import run_history, summary
+from elastic_resume.failpoints import FailpointController
+from elastic_resume.report import generations, summary
 from elastic_resume.slots import progress_page
+from elastic_resume.slots.progress_page import ProgressRecord
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import Hosts, LoopbackBackend, make_backend
-from elastic_resume.testing.triggers import (
-    FailpointController,
-    PlannedActions,
-    RankProgress,
-    StepCondition,
-    TriggerError,
-)
 from elastic_resume.testing.virtual_network import VirtualNetwork
 
 T = TypeVar("T")
@@ -54,6 +49,97 @@ __all__ = ["Cluster", "ClusterTimeoutError", "Hosts", "Node", "Recovery", "Trigg
 
 class ClusterTimeoutError(AssertionError):
     """A wait failed. The text ends with the last output of each node."""
+
+
+RankProgress = tuple[int, ProgressRecord]
+"""The index of a node, and the progress of one of its ranks."""
+
+
+class TriggerError(AssertionError):
+    """A scheduled action failed, or its step never came."""
+
+
+@dataclass(frozen=True)
+class StepCondition:
+    """A rank has finished a step: this rank, or any; on this node, or on any."""
+
+    step: int
+    rank: int | None = None
+    node: int | None = None
+
+    def __call__(self, progress: Iterable[RankProgress]) -> RankProgress | None:
+        """Return the newest progress record that fulfils the condition."""
+        matches = [
+            (index, record)
+            for index, record in progress
+            if record.step >= self.step
+            and self.rank in (None, record.worker.rank)
+            and self.node in (None, index)
+        ]
+        return max(matches, key=lambda match: (match[1].generation, match[1].step), default=None)
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f" of rank {self.rank}"
+        node = "" if self.node is None else f" on n{self.node}"
+        return f"step {self.step}{rank}{node}"
+
+
+@dataclass(eq=False)
+class ScheduledAction:
+    """One action. It gets what its condition returned; if it returns False, it runs again."""
+
+    description: str
+    condition: StepCondition
+    action: Callable[[RankProgress], object]
+
+
+class PlannedActions:
+    """The actions that a test has planned for one cluster."""
+
+    def __init__(self) -> None:
+        self._actions: list[ScheduledAction] = []
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    def schedule(
+        self, description: str, condition: StepCondition, action: Callable[[RankProgress], object]
+    ) -> None:
+        """Plan an action."""
+        self._actions.append(ScheduledAction(f"{description} at {condition}", condition, action))
+
+    def run_due(self, progress: Iterable[RankProgress]) -> None:
+        """Run each action that is due, and remove it.
+
+        Raises:
+            TriggerError: an action failed; those behind it run the next time.
+
+        """
+        records = list(progress) if self._actions else []
+        for planned in list(self._actions):
+            match = planned.condition(records)
+            if match is None:
+                continue
+            try:
+                is_done = planned.action(match) is not False
+            except Exception as error:
+                self._actions.remove(planned)
+                raise TriggerError(f"{planned.description}: {error}") from error
+            if is_done:
+                self._actions.remove(planned)
+
+    def require_all_done(self) -> None:
+        """Raise unless all planned actions have run.
+
+        Raises:
+            TriggerError: it names the actions that have not run.
+
+        """
+        left, self._actions = ", ".join(planned.description for planned in self._actions), []
+        if left:
+            raise TriggerError(
+                f"{left}: never came. Plan it earlier, train longer, or wait for it (wait_exit)."
+            )
 
 
 @dataclass
@@ -267,12 +353,12 @@ class Cluster:
     @property
     def lost_steps(self) -> int:
         """Count the recomputed steps of all failures so far."""
-        return run_history.build_history_from_events(self.events()).recomputed_steps
+        return generations.build_history_from_events(self.events()).recomputed_steps
 
     @property
     def recoveries(self) -> list[Recovery]:
         """List the failures that the job has recovered from so far, in order."""
-        rows = run_history.build_history_from_events(self.events()).generations
+        rows = generations.build_history_from_events(self.events()).generations
         return [
             Recovery(following.number, row.end.text, row.recovery_s, row.recomputed_steps)
             for row, following in itertools.pairwise(rows)

@@ -22,7 +22,7 @@ from elastic_resume.events import Event
 from elastic_resume.testing import fault_runner
 from elastic_resume.testing.cluster import Cluster, Hosts
 from elastic_resume.testing.fault_runner import DONE, FaultInjector, FaultOutcome
-from elastic_resume.testing.faults import Fault, FaultPlan, JobShape
+from elastic_resume.testing.faults import Fault, JobShape, check_faults
 
 if TYPE_CHECKING:
     from elastic_resume.state.diff import Difference
@@ -132,7 +132,7 @@ class _Run:
         self._step_waits = [
             cluster.failpoints.arm("step=wait", step=fault.step)
             for fault in faults
-            if fault.step is not None and not fault.phase and not fault_runner.failpoint_entry(fault)
+            if fault.step is not None and not fault_runner.failpoint_entry(fault)
         ]
         self._deadline = time.monotonic() + spec.timeout_s
         self._next_event_poll = 0.0
@@ -205,7 +205,7 @@ def make_error(cluster: Cluster, message: str) -> AssertionError:
 def assert_same_run(
     script: Path | str,
     *words: str,
-    faults: FaultPlan | Sequence[Fault] = (),
+    faults: Sequence[Fault] = (),
     nodes: int = 3,
     workers_per_node: int = 1,
     hosts: Hosts = "loopback",
@@ -222,8 +222,8 @@ def assert_same_run(
     Args:
         script: the script that ``elastic-resume run`` starts; it runs to its end twice.
         *words: its arguments.
-        faults: a plan, or a list of faults: ``[Fault("kill-worker", rank=1, step=20)]``. A killed node or
-            agent is restarted, with its disk.
+        faults: ``[Fault("kill-worker", rank=1, step=20)]``. A killed node or agent is restarted, with its
+            disk.
         nodes: number of simulated nodes. The job trains on all of them and waits for those that are down.
         workers_per_node: ranks on each.
         hosts: "namespaces" (as root) for faults of links and disks; see `Cluster`.
@@ -241,10 +241,7 @@ def assert_same_run(
         ConfigError: a fault cannot happen here.
 
     """
-    plan = faults if isinstance(faults, FaultPlan) else FaultPlan(tuple(faults))
-    shape = JobShape(nodes, workers_per_node, hosts)
-    plan.validate(shape)
-    schedule = plan.schedule(shape)
+    check_faults(faults, JobShape(nodes, workers_per_node, hosts))
     job = RunSpec(
         script=Path(script),
         args=words,
@@ -260,15 +257,15 @@ def assert_same_run(
         directory = Path(temporary)
         undisturbed = job.run(directory / "undisturbed", [])
         steps = undisturbed.manifest.step
-        late = [fault for fault in schedule if fault.step is not None and fault.step >= steps]
+        late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
         if late:
             raise ConfigError(f"{late[0]} cannot come: {job.script.name} ends with step {steps}.")
-        disturbed = job.run(directory / "disturbed", schedule)
-        max_missing = len(schedule) * nodes * workers_per_node
+        disturbed = job.run(directory / "disturbed", faults)
+        max_missing = len(faults) * nodes * workers_per_node
         lines_differ = compare_lines(undisturbed.lines, disturbed.lines, max_missing=max_missing)
         state_differs = compare_state(undisturbed, disturbed, ignore)
     if lines_differ or state_differs:
-        raise AssertionError(_format_failure(job, schedule, disturbed, lines_differ, state_differs))
+        raise AssertionError(_format_failure(job, faults, disturbed, lines_differ, state_differs))
 
 
 def compare_lines(undisturbed: Sequence[str], disturbed: Sequence[str], *, max_missing: int) -> list[str]:

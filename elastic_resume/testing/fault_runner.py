@@ -1,9 +1,9 @@
-"""Run a fault plan against a job on simulated nodes.
+"""Inject planned faults into a job on simulated nodes.
 
 `FaultInjector.poll` is called often by the thread that owns the cluster. It injects each fault when it is
 due, and undoes the faults that end by themselves. It restarts the nodes that are down, as a scheduler would.
 A fault with a step is due when any rank has finished it. A fault with a time is due so long after the first
-step. A fault with a phase is due when a process waits at the failpoint of that phase.
+step.
 
 `resolve_targets` finds the workers or nodes of a fault, and `inject` calls the method of `Cluster`.
 `failpoint_entry` describes the faults that a process injects into itself. Each fault is logged to
@@ -27,17 +27,13 @@ from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.testing import virtual_network
-from elastic_resume.testing.cluster import Cluster
+from elastic_resume.testing.cluster import Cluster, RankProgress
 from elastic_resume.testing.faults import (
-    DURATION_FIELDS,
     NODES,
     WORKER,
-    WORKER_FAILPOINTS,
     Fault,
     format_duration,
-    plan_key,
 )
-from elastic_resume.testing.triggers import RankProgress
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +56,6 @@ class Target:
     node: int | None
     local_rank: int | None = None
     rank: int | None = None
-    pid: int | None = None  # a worker that waits at a failpoint: its pid in the node's pid namespace
 
     def __str__(self) -> str:
         if self.node is None:
@@ -103,25 +98,6 @@ def resolve_targets(cluster: Cluster, fault: Fault) -> tuple[Target, ...]:
     return tuple(Target(index) for index in nodes)
 
 
-def resolve_targets_at_failpoint(
-    cluster: Cluster, fault: Fault, process: Mapping[str, object]
-) -> tuple[Target, ...]:
-    """Return the targets of ``fault`` when a process waits at the failpoint of its phase.
-
-    Raises:
-        TargetUnavailableError: another process than the target waits there.
-
-    """
-    found = [index for index, node in enumerate(cluster.nodes) if node.name == process.get("node")]
-    if fault.kind.target == WORKER and fault.failpoint in WORKER_FAILPOINTS and fault.role != "all" and found:
-        local, rank, pid = (int(str(process[name] or 0)) for name in ("local", "rank", "pid"))
-        return (Target(found[0], local, rank, pid),)
-    targets = resolve_targets(cluster, fault)
-    if fault.kind.target != NODES and fault.role != "all" and targets[0].node not in found:
-        raise TargetUnavailableError(f"{fault.target_text} was not {fault.phase}")
-    return targets
-
-
 def inject(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
     """Inject the fault; return its undo action if the fault has a duration.
 
@@ -151,14 +127,14 @@ def failpoint_entry(fault: Fault) -> str:
         "hold-gil": "hold-gil" if fault.for_s is None else f"hold-gil:{fault.for_s}",
     }
     point = "between-steps" if fault.what == "slow-rank" else "step"
-    return f"{fault.failpoint or point}={actions[fault.what]}"
+    return f"{point}={actions[fault.what]}"
 
 
 def describe_settings(fault: Fault) -> str:
-    """Describe the settings of a fault in the words of a plan: "for 6s, percent 5"."""
+    """Describe the settings of a fault: "for 6s, percent 5"."""
     values = {name: getattr(fault, name) for name in fault.kind.settings if name != "back_after_s"}
     return ", ".join(
-        f"{plan_key(name)} {format_duration(value) if name in DURATION_FIELDS else value}"
+        f"{name[:-2]} {format_duration(value)}" if name in {"for_s", "delay_s"} else f"{name} {value}"
         for name, value in values.items()
         if value is not None
     )
@@ -200,10 +176,7 @@ def _find_leader(cluster: Cluster) -> int:
 
 def _signal_worker(cluster: Cluster, target: Target, signal_name: str) -> None:
     try:
-        if target.pid is None:
-            cluster.kill_worker(target.node_index, target.local_rank or 0, signal.Signals[signal_name])
-        else:
-            cluster.signal_process(target.node_index, target.pid, signal.Signals[signal_name])
+        cluster.kill_worker(target.node_index, target.local_rank or 0, signal.Signals[signal_name])
     except (UsageError, OSError, psutil.NoSuchProcess) as error:  # the worker is ending for another reason
         raise TargetUnavailableError(str(error)) from error
 
@@ -309,12 +282,11 @@ class FaultOutcome:
 
     number: int
     fault: Fault
-    is_random: bool = False  # chosen at random, not written in the plan
     state: str = WAITING
     injected_at: float | None = None
     target: str = ""
     nodes: tuple[str, ...] = ()  # names of the nodes that were hit; empty for several
-    rank: int | None = None  # the rank that was hit, also if the plan names another target
+    rank: int | None = None  # the rank that was hit, also if the fault names another target
     reason: str = ""  # why the fault was not injected
     generation: int = 0  # the generation that was hit last
     failpoint_ids: list[str] = field(default_factory=list)  # failpoints that are armed for this fault
@@ -330,16 +302,11 @@ class _LastingEffect:
 
 
 class FaultInjector:
-    """Injects the faults of a plan into one job."""
+    """Injects planned faults into one job."""
 
-    def __init__(
-        self, cluster: Cluster, schedule: Sequence[Fault], *, written_count: int | None = None
-    ) -> None:
-        """Prepare the faults of a plan for a started cluster; those after ``written_count`` are random."""
-        last = len(schedule) if written_count is None else written_count
-        self.outcomes = [
-            FaultOutcome(number, fault, number > last) for number, fault in enumerate(schedule, 1)
-        ]
+    def __init__(self, cluster: Cluster, faults: Sequence[Fault]) -> None:
+        """Prepare the faults for a started cluster."""
+        self.outcomes = [FaultOutcome(number, fault) for number, fault in enumerate(faults, 1)]
         self._cluster = cluster
         self._failpoints = cluster.failpoints
         self._event_log = EventLog(cluster.run_dir / constants.FAULTS_FILE)
@@ -408,9 +375,7 @@ class FaultInjector:
             return True
         if fault.step is not None:
             return any(record.step >= fault.step for _, record in progress)
-        if fault.at_s is not None:
-            return self._first_step_at is not None and self.elapsed_s >= fault.at_s
-        return True
+        return self._first_step_at is not None and self.elapsed_s >= (fault.at_s or 0.0)
 
     def _advance(self, outcome: FaultOutcome) -> None:
         """Start a fault that is due, or poll its failpoint."""
@@ -432,32 +397,19 @@ class FaultInjector:
                 )
                 outcome.failpoint_ids.append(failpoint_id)
             outcome.state = ARMED
-        elif fault.phase:
-            for conditions in _phase_conditions(fault, nodes):
-                outcome.failpoint_ids.append(self._failpoints.arm(f"{fault.failpoint}=wait", **conditions))
-            outcome.state = ARMED
         else:
             self._inject_into_targets(outcome)
 
     def _poll_armed(self, outcome: FaultOutcome) -> None:
-        for failpoint_id in list(outcome.failpoint_ids):
-            if failpoint_entry(outcome.fault):
-                fired = self._failpoints.read_fired(failpoint_id)
-                if fired is not None:
-                    self._schedule_disarm(outcome)
-                    rank = int(fired["rank"]) if str(fired.get("rank", "")).isdecimal() else None
-                    node = str(fired.get("node", ""))
-                    target = f"rank {rank} on {node}" if rank is not None else node
-                    injected_at = float(fired.get("t", time.time()))
-                    self._record_injection(outcome, target, (node,), rank, injected_at)
-                    return
-            elif self._failpoints.is_waiting(failpoint_id):
-                self._inject_into_targets(outcome, self._failpoints.read_fired(failpoint_id))
-                for other in outcome.failpoint_ids:  # another process may wait at another of them by now
-                    self._failpoints.release(other)
-                self._disarm(outcome)
-                if outcome.state == ARMED:  # this process was not a target: wait for the next
-                    outcome.state = WAITING
+        for failpoint_id in outcome.failpoint_ids:
+            fired = self._failpoints.read_fired(failpoint_id)
+            if fired is not None:
+                self._schedule_disarm(outcome)
+                rank = int(fired["rank"]) if str(fired.get("rank", "")).isdecimal() else None
+                node = str(fired.get("node", ""))
+                target = f"rank {rank} on {node}" if rank is not None else node
+                injected_at = float(fired.get("t", time.time()))
+                self._record_injection(outcome, target, (node,), rank, injected_at)
                 return
 
     def _schedule_disarm(self, outcome: FaultOutcome) -> None:
@@ -480,17 +432,11 @@ class FaultInjector:
 
     # ---- what ----------------------------------------------------------------------------------------
 
-    def _inject_into_targets(
-        self, outcome: FaultOutcome, process: Mapping[str, object] | None = None
-    ) -> None:
-        """Inject a fault into all targets that are there, while the process at its failpoint waits."""
+    def _inject_into_targets(self, outcome: FaultOutcome) -> None:
+        """Inject a fault into all targets that are there."""
         fault, now = outcome.fault, time.time()
         try:
-            targets = (
-                resolve_targets_at_failpoint(self._cluster, fault, process)
-                if process
-                else resolve_targets(self._cluster, fault)
-            )
+            targets = resolve_targets(self._cluster, fault)
         except (TargetUnavailableError, *INJECTION_ERRORS) as error:
             outcome.reason = str(error)
             return
@@ -589,15 +535,6 @@ class FaultInjector:
             logger.info("%s is started again %s after its end", node.name, format_duration(wait_s))
             start = partial(self._cluster.start_node, index)
             self._run_and_log_failure(f"{node.name} could not be started", start)
-
-
-def _phase_conditions(fault: Fault, nodes: int) -> list[dict[str, object]]:
-    """Return one failpoint condition per process that may be the target of a fault with a phase."""
-    if fault.role == "all" or fault.kind.target == NODES:
-        return [{}]
-    if fault.kind.target == WORKER and fault.failpoint in WORKER_FAILPOINTS:
-        return _target_conditions(fault, nodes, 0)
-    return [{"node": f"n{node}"} for node in ([fault.node] if fault.node is not None else range(nodes))]
 
 
 def _target_conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str, object]]:

@@ -2,7 +2,13 @@
 
 A forked agent behaves like a new process with the same command, environment and output. `start` returns None
 where a fork is not possible. Fork servers live as long as this process and end with it, as do all their
-forks. The program of the fork server itself is `fork_server_main`.
+forks.
+
+This file is also the program of the fork server: ``python -u fork_server.py DESCRIPTOR PARENT``. It imports
+once, and forks agents on request. A simulated node needs seconds for the imports of its agent; on one machine
+all nodes share them. A forked agent runs `elastic_resume.cli` with its own command, environment, directory,
+network and output. Variables that only a new interpreter reads (`forkserver.PROCESS_START_ENV_PREFIXES`) must
+be equal in all; the caller checks that.
 """
 
 from __future__ import annotations
@@ -10,6 +16,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
+import importlib
+import json
 import os
 import queue
 import select
@@ -17,23 +26,29 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # scripts must not import the modules of this directory
+
 import psutil
 
-from elastic_resume import constants
-from elastic_resume.agent.workers import forkserver
+from elastic_resume import constants, failpoints
+from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main, worker_request
 from elastic_resume.agent.workers.forkserver_manager import ForkedProcess, has_ended
 from elastic_resume.errors import MachineError
-from elastic_resume.testing import fork_server_main
 
+CLONE_NEWNET = 0x40000000
+LENGTH_BYTES = 4
+MAX_REQUEST_BYTES = 16 << 20
 KILL_TIMEOUT_S = 30.0  # a process may sleep in the kernel for longer
 PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 _starter_lock = threading.Lock()
 T = TypeVar("T")
@@ -115,7 +130,7 @@ def wait_for_exit(process: psutil.Process) -> None:
             os.close(descriptor)
 
 
-SERVER_PROGRAM = Path(fork_server_main.__file__)
+SERVER_PROGRAM = Path(__file__)
 MAX_SERVERS = 3  # 300 MB each; one for each set of variables that only a new interpreter reads
 REPLY_TIMEOUT_S = 120.0  # the first agent waits for the imports
 
@@ -124,7 +139,7 @@ class AgentForkServer:
     """One process that forks agents. Use `start` to get one."""
 
     def __init__(self, env: Mapping[str, str], program: Path | None = None) -> None:
-        """Start it; ``program`` replaces `fork_server_main`."""
+        """Start it; ``program`` replaces this file."""
         self._connection, child = socket.socketpair()
         self._lock = threading.Lock()
         with child:
@@ -149,7 +164,7 @@ class AgentForkServer:
         network: str = "",
         **more: object,
     ) -> ForkedProcess:
-        """Fork an agent; further arguments are for other programs than `fork_server_main`.
+        """Fork an agent; further arguments are for other programs than this file.
 
         Raises:
             OSError, EOFError: the fork server is gone.
@@ -183,8 +198,8 @@ class AgentForkServer:
         """
         with self._lock:
             try:
-                fork_server_main.send(self._connection, message, descriptors)
-                return fork_server_main.receive(self._connection)[0]
+                send(self._connection, message, descriptors)
+                return receive(self._connection)[0]
             except BaseException:
                 self.close()
                 raise
@@ -242,3 +257,142 @@ def start(
     with contextlib.suppress(OSError, EOFError):
         return server.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
     return None
+
+
+# ---- messages ------------------------------------------------------------------------------------------
+
+
+def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message, prefixed with its length, and descriptors with it."""
+    data = json.dumps(message).encode()
+    socket.send_fds(connection, [len(data).to_bytes(LENGTH_BYTES, "big")], descriptors)
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive one message with at most so many descriptors.
+
+    Raises:
+        EOFError: the other side is gone.
+
+    """
+    head, descriptors, _, _ = (
+        socket.recv_fds(connection, LENGTH_BYTES, max_descriptors)
+        if max_descriptors
+        else (connection.recv(4), [], 0, 0)
+    )
+    size = int.from_bytes(head, "big")
+    data = b""
+    while len(head) == LENGTH_BYTES and len(data) < size <= MAX_REQUEST_BYTES:
+        part = connection.recv(size - len(data))
+        if not part:
+            break
+        data += part
+    if not data or len(data) != size:
+        raise EOFError
+    return json.loads(data), list(descriptors)
+
+
+# ---- the process ---------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Import, then serve until the socket is closed. It returns only in a fork, at the fork's end."""
+    connection, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    if not _die_with_parent(parent):
+        return
+    connection.set_inheritable(False)
+    run_main.set_process_name("er-agent-forks")
+    before = forkserver.read_environment()
+    gc.disable()
+    for name in (
+        "elastic_resume.agent.torchelastic",
+        "elastic_resume.agent.main",
+        *forkserver.TORCH_MODULES,
+        *forkserver.OWN_MODULES,
+    ):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    # All forks share this memory. In huge pages each agent would cause copies of them, which takes longer.
+    forkserver.HUGE_PAGE_SIZE_FILE = Path(os.devnull)
+    imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
+    become = _serve(connection, imported)
+    gc.enable()
+    become()
+
+
+def _die_with_parent(parent: int) -> bool:
+    """Ask the kernel to kill this process with its parent; return whether the parent still lives."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    return os.getppid() == parent
+
+
+def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Callable[[], None]:
+    """Serve requests. It returns only in a fork: the function that the fork runs."""
+    server_pid = os.getpid()
+    while True:
+        try:
+            request, descriptors = receive(connection, 1)
+        except (EOFError, OSError):
+            os._exit(0)  # the kernel ends the forked processes
+        if "reap" in request:
+            send(connection, {"code": forkserver_manager.reap(request["reap"])})
+            continue
+        pid = forkserver.fork()
+        if pid == 0:
+            connection.close()
+            return _set_up_agent(server_pid, request, descriptors[0], import_environment)
+        os.close(descriptors[0])
+        send(connection, {"pid": pid})
+
+
+def _set_up_agent(
+    parent: int, request: dict[str, Any], output: int, import_environment: dict[str, str]
+) -> Callable[[], None]:
+    """In the fork: apply the request; return the function to run."""
+    if not _die_with_parent(parent):
+        os._exit(1)
+    os.setsid()
+    empty = os.open(os.devnull, os.O_RDONLY)
+    for stream, number in ((empty, 0), (output, 1), (output, 2)):
+        os.dup2(stream, number)
+    os.close(empty)
+    os.close(output)
+    worker_request.replace_environment({**import_environment, **request["env"]})
+    tempfile.tempdir = None  # computed anew from the changed environment
+    failpoints.arm()
+    if request["network"]:
+        _enter_network(request["network"])
+    os.chdir(request["cwd"])
+    command = request["command"]
+    run_main.set_process_name("er-agent")
+    command[1:1] = ["-u"]  # this process runs with -u too; the environment asks for the same
+    run_main.set_argv_and_path(command)
+    return lambda: _run_command(command)
+
+
+def _run_command(command: list[str]) -> None:
+    """Run the command and exit."""
+    code, agent = 0, os.getpid()
+    try:
+        run_main.run(command)
+    except SystemExit as end:
+        if os.getpid() != agent:  # the end of a worker's script: the agent has forked the fork server
+            raise
+        if end.code is not None and not isinstance(end.code, int):
+            raise
+        code = end.code or 0
+    run_main.exit_without_freeing(code)
+
+
+def _enter_network(path: str) -> None:
+    space = os.open(path, os.O_RDONLY)
+    if _LIBC.setns(space, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter the network {path}")
+    os.close(space)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -37,7 +37,6 @@ from elastic_resume import cli, config
 from elastic_resume.agent import torchelastic
 from elastic_resume.rendezvous import rendezvous_config
 from elastic_resume.testing import chaos, fork_server
-from elastic_resume.testing.faults import read_plan
 from elastic_resume.testing.fork_server import AgentProcess
 from tests.support import launch_ranks
 from tests.support.paths import ROOT, SCRIPTS, preload
@@ -495,8 +494,7 @@ def check_command(parser: argparse.ArgumentParser, words: list[str]) -> None:
         assert args.training_script
         check_rendezvous_keys(args.rdzv_conf)
     elif words[0] == "chaos":
-        assert "--" in words or "--plan" in words
-        chaos.build_parser().parse_known_args(words[1 : words.index("--") if "--" in words else None])
+        chaos.build_parser().parse_known_args(words[1 : words.index("--")])
     elif words[0] not in {"--help", "--version"} and "--help" not in words:
         parser.parse_args(words)
 
@@ -510,16 +508,12 @@ def check_rendezvous_keys(conf: str) -> None:
     "block", [b for b in BLOCKS if b.language == "yaml"], ids=lambda block: f"{block.page}:{block.line}"
 )
 def test_yaml_block_is_valid(block: Block, tmp_path: Path) -> None:
-    """A Kubernetes object by its schema; a fault plan and a file of settings by our parsers."""
+    """A Kubernetes object by its schema; a file of settings by our parser."""
     for document in yaml.safe_load_all(block.text):
         if isinstance(document, list):
             assert all({"alert", "expr"} <= set(rule) <= {"alert", "expr", "for"} for rule in document)
         elif "apiVersion" in document:
             schemas.validate(document, "1.37", strict=True)
-        elif "faults" in document or "every" in document:
-            path = tmp_path / "plan.yaml"
-            path.write_text(block.text)
-            read_plan(path)
         else:
             path = tmp_path / "settings.yaml"
             path.write_text(block.text)

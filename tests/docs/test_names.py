@@ -121,7 +121,7 @@ def test_page_of_exit_codes_has_each_code() -> None:
     rows = re.findall(r"^\| (\d+)( \+ n)? \|", page, re.MULTILINE)
     assert (str(constants.EXIT_SIGNAL_BASE), " + n") in rows
     codes = {int(code) for code, is_base in rows if not is_base}
-    assert codes == known_exit_codes().keys() - {constants.EXIT_PLAN_INCOMPLETE}
+    assert codes == known_exit_codes().keys() - {constants.EXIT_NO_FAULT}
 
 
 def test_site_names_every_flag_setting_and_variable() -> None:

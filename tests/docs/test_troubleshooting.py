@@ -25,7 +25,7 @@ MIN_WORDS = 2
 
 # Modules whose messages stand under one entry of the page each, with the reason.
 NOT_LISTED = {
-    "testing/faults.py": "each message names the line of the fault plan and what to write there",
+    "testing/faults.py": "each message names the fault of a test and what to write there",
     "testing/virtual_network.py": "arguments of simulated networks, for tests of this project",
 }
 

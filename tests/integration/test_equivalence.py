@@ -16,7 +16,7 @@ from torch import nn
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.errors import ConfigError
 from elastic_resume.state import state_dict
-from elastic_resume.testing import Fault, FaultPlan, assert_same_run
+from elastic_resume.testing import Fault, assert_same_run
 from elastic_resume.testing.equivalence import (
     FOLLOWS_RANK0_HINT,
     SEED_HINT,
@@ -64,9 +64,8 @@ def net(bump: float = 0.0) -> nn.Module:
 )
 def test_impossible_fault_is_refused_before_start(fault: Fault, message: str) -> None:
     """It has no target among three loopback nodes and six workers."""
-    for faults in ([fault], FaultPlan((fault,))):
-        with pytest.raises(ConfigError, match=message):
-            assert_same_run("no-script.py", faults=faults, workers_per_node=2)
+    with pytest.raises(ConfigError, match=message):
+        assert_same_run("no-script.py", faults=[fault], workers_per_node=2)
 
 
 def test_compare_state_of_equal_ends_finds_nothing(tmp_path: Path) -> None:

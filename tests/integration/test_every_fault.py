@@ -69,7 +69,7 @@ OF_PROCESSES = [
         alert=r"n0: a connection was dropped: .*wrong digest",
         node=1,
     ),
-    case("kill-agent", rf"node n\d {LOST}", role="leader", phase="in commit", back_after_s=0.2),
+    case("kill-agent", rf"node n\d {LOST}", role="leader", back_after_s=0.2),
     case("kill-node", rf"node n2 {LOST}", node=2, back_after_s=0.2),
     case("preemption", r"node n1 left \(a preemption notice\)", node=1, back_after_s=0.2),
     case("stop-agent", r"node n0 is unreachable", node=0, for_s=UNTIL_SEEN_S),

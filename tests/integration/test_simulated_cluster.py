@@ -16,7 +16,7 @@ from elastic_resume.events import EventLog
 from elastic_resume.report.loader import load_run
 from elastic_resume.slots.progress_page import ProgressRecord, WorkerProcess
 from elastic_resume.testing import Cluster, TriggerError
-from elastic_resume.testing.triggers import PlannedActions, RankProgress, StepCondition
+from elastic_resume.testing.cluster import PlannedActions, RankProgress, StepCondition
 from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
 

@@ -182,7 +182,7 @@ def test_build_parser_has_all_commands_with_their_flags() -> None:
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     flags = {name: set(config.actions_by_flag(command)) for name, command in commands.choices.items()}
     assert {"--keep", "--rdzv-endpoint", "--help-all"} <= flags["run"]
-    assert {"--mtbf", "--plan"} <= flags["chaos"]
+    assert {"--mtbf", "--seed"} <= flags["chaos"]
     assert {"--token-file"} <= flags["status"]
 
 

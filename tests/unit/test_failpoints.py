@@ -16,7 +16,7 @@ import pytest
 
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import ConfigError
-from elastic_resume.testing.triggers import FailpointController
+from elastic_resume.failpoints import FailpointController
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.slow
@@ -218,15 +218,3 @@ def test_hit_without_armed_failpoints_reads_no_file(environ: pytest.MonkeyPatch)
     environ.setattr(Path, "stat", lambda *_: pytest.fail("a file was looked at"))
     failpoints.hit("step", 3)
     assert failpoints.mutate("rendezvous.line", b"x") == b"x"
-
-
-def test_fault_plans_name_existing_failpoints() -> None:
-    """Each phase of a plan is a failpoint in the source."""
-    from elastic_resume.testing import faults  # noqa: PLC0415
-
-    package = Path(failpoints.__file__).parent
-    text = {path: path.read_text() for path in package.rglob("*.py") if path.parent != package}
-    for point in (*faults.WORKER_FAILPOINTS, *faults.AGENT_FAILPOINTS):
-        assert any(
-            f'hit("{point}")' in source or f'hit_failpoint("{point}")' in source for source in text.values()
-        ), point

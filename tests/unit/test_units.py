@@ -14,7 +14,6 @@ from elastic_resume.agent import main
 from elastic_resume.agent.failure_evidence import FailureEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.commands import job_status
 from elastic_resume.config import OPTIONS, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
@@ -24,7 +23,7 @@ from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.schedulers import environment
 from elastic_resume.state.state_dict import FlatState
-from elastic_resume.testing import chaos, faults
+from elastic_resume.testing import chaos
 from elastic_resume.training import announce
 from elastic_resume.units import choose_verb, format_count, parse_duration, parse_kubernetes_quantity
 
@@ -58,17 +57,6 @@ def _option(name: str) -> Callable[[str], float]:
     return lambda text: float(option.parse(name, text))
 
 
-def _fault(text: str) -> float:
-    (fault,) = faults.parse_plan(f"faults: [{{what: cut, at: '{text}'}}]").faults
-    return fault.at_s or 0.0
-
-
-def _plan_file(text: str) -> float:
-    plan = faults.parse_plan(f"every: {{mtbf: '{text}', count: 1}}", "plan")
-    assert plan.every is not None
-    return plan.every.mtbf_s
-
-
 READERS: dict[str, Callable[[str], float | None]] = {
     "--grace": _option("grace"),
     "ELASTIC_RESUME_STEP_MARK_S": lambda text: Settings.for_worker({}, "t.py", step_mark_s=text).step_mark_s,
@@ -78,10 +66,7 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "--hang-timeout": _option("hang-timeout"),
     "--node-timeout": _option("node-timeout"),
     "--rdzv-conf": _terms,
-    "--interval": job_status._parse_interval,
     "chaos --patience": lambda text: float(chaos.build_parser().parse_args(["--patience", text]).patience),
-    "fault": _fault,
-    "fault plan": _plan_file,
 }
 # An empty variable counts as not set.
 UNSET = {"TERMINATION_GRACE_S"}
@@ -91,8 +76,7 @@ UNSET = {"TERMINATION_GRACE_S"}
 def test_duration_forms_are_equal_in_all_settings(where: str) -> None:
     """A bare number is seconds, and every unit is accepted."""
     for text, seconds in FORMS.items():
-        if where != "--interval" or seconds <= 3600:
-            assert READERS[where](text) == pytest.approx(seconds), text
+        assert READERS[where](text) == pytest.approx(seconds), text
 
 
 @pytest.mark.parametrize("where", READERS)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import elastic_resume as er
 from elastic_resume.errors import NoValidCheckpointError
-from elastic_resume.testing import Cluster, FaultPlan, assert_same_run
+from elastic_resume.testing import Cluster, Fault, assert_same_run
 
 
 class Best:
@@ -165,9 +165,9 @@ def test_survives_a_kill(elastic_cluster: Cluster) -> None:
     elastic_cluster.start("typed.py")
     elastic_cluster.at(step=2, rank=1).kill()
     assert elastic_cluster.wait_exit() == [0, 0, 0]
-    check, plan = assert_same_run, FaultPlan
+    check, fault = assert_same_run, Fault
     assert callable(check)
-    assert callable(plan)
+    assert callable(fault)
 
 
 if __name__ == "__main__":

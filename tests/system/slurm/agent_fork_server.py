@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[3])
 
 from elastic_resume.agent.workers import forkserver
-from elastic_resume.testing import fork_server_main
+from elastic_resume.testing import fork_server
 from elastic_resume.testing.fork_server import AgentForkServer
 from tests.support import namespaces, processes
 
@@ -48,7 +48,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
 sys.exit(int(answers.readline()))
 """
 
-_set_up_agent = fork_server_main._set_up_agent
+_set_up_agent = fork_server._set_up_agent
 
 
 class SlurmAgentServer:
@@ -74,7 +74,7 @@ class SlurmAgentServer:
         """Fork an agent for one shim; send its process id on the node, and its exit code at its end."""
         # At any point the node may lose its power, or `close` may end the fork server.
         with connection, contextlib.suppress(OSError, EOFError):
-            request, (output,) = fork_server_main.receive(connection, 1)
+            request, (output,) = fork_server.receive(connection, 1)
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             (shim, _, _) = struct.unpack("3i", peer)
             command = [sys.executable, "-m", "elastic_resume", *request["argv"]]
@@ -114,6 +114,6 @@ def set_up_agent_on_node(
 
 
 if __name__ == "__main__":
-    fork_server_main._set_up_agent = set_up_agent_on_node
+    fork_server._set_up_agent = set_up_agent_on_node
     with contextlib.suppress(KeyboardInterrupt):
-        fork_server_main.main()
+        fork_server.main()

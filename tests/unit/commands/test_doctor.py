@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import pytest
 from elastic_resume import __version__
 from elastic_resume.cli import main
 from elastic_resume.commands import doctor
-from elastic_resume.schedulers import environment
 from tests.support.gpus import FakeGpus
 from tests.unit.schedulers.test_environment import POD, STEP
 
@@ -40,7 +37,6 @@ def test_findings_have_sources_and_no_secret(
     """This is a healthy step of a Slurm job."""
     environ = {
         **STEP,
-        "SLURM_STEP_NODELIST": "localhost,nobody[2-9]",
         "ELASTIC_RESUME_TOKEN": "do not show this",
         "ELASTIC_RESUME_MAX_NO_PROGRESS": "7",
         "ELASTIC_RESUME_CKPT_DIR": "/proc/stat",  # the flag beats it
@@ -52,26 +48,14 @@ def test_findings_have_sources_and_no_secret(
     lines = dict(line.split(maxsplit=1) for line in table.splitlines())
     assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
     assert lines["workers"].split() == ["8", "SLURM_GPUS_ON_NODE"]
-    assert "127.0.0.1 (this node)" in lines["localhost"]  # perhaps behind ::1
-    assert lines["nobody2"].startswith("no address")
     assert lines["max-no-progress"].split() == ["7", "ELASTIC_RESUME_MAX_NO_PROGRESS"]
     assert "free" in lines["checkpoints"]
-    assert "--ckpt-dir; " in lines["checkpoints"]
+    assert "--ckpt-dir" in lines["checkpoints"]
     assert "do not show" not in str(lines)
     assert lines["Python"].split()[0] == platform.python_version()
     assert lines["elastic_resume"].split()[0] == __version__
     assert lines["torch"].split()[0] == "2.9.9+cu1"
     assert lines["GPUs"].split()[0] == "8"
-
-
-@pytest.mark.usefixtures("_bare")
-def test_hanging_name_lookups_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are abandoned together."""
-    monkeypatch.setattr(doctor, "LOOKUP_TIMEOUT_S", 60.0)
-    silent = threading.Barrier(3, timeout=30)
-    monkeypatch.setattr(doctor, "resolve_name", lambda _: [str(silent.wait())])
-    found = doctor.check_candidates(environment.read_context(POD))
-    assert sorted(item.value for item in found) == ["0", "1", "2"]
 
 
 @pytest.mark.usefixtures("_bare")
@@ -94,17 +78,13 @@ def test_hanging_name_lookups_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -
 def test_problem_is_reported_with_exit_code_1(
     environ: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """People get it first; programs get the same problem."""
+    """It comes first."""
     assert run_doctor(monkeypatch, environ) == 1
     header, _, below = capsys.readouterr().out.partition("\n")
     problems, _, table = below.partition("\n\n")
     assert header == "A start without flags would fail here:"
     assert problem in problems
     assert table.startswith("scheduler")
-    assert run_doctor(monkeypatch, environ, "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert problem in " ".join(found["problems"])
-    assert {"what": "scheduler", "value": "host", "source": ""}.keys() == found["findings"][0].keys()
 
 
 @pytest.mark.usefixtures("_bare")
@@ -159,21 +139,3 @@ def test_torch_is_probed_in_another_process() -> None:
     # A build's own suffix (+cpu, +cu130) is not always in the package's version.
     assert found["torch"].value.partition("+")[0] == importlib.metadata.version("torch").partition("+")[0]
     assert found["GPUs"].value.isdecimal()
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["--node-timeout", "3s"], " Set ELASTIC_RESUME_NODE_TIMEOUT. (see"),
-        (["--nnodes=2"], " (see"),
-        (["train.py"], " (see"),
-    ],
-)
-def test_flags_of_run_are_refused_with_a_reason(
-    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The flags would change what a start does, and doctor would not know."""
-    assert main(["doctor", *words]) == 2
-    name = words[0].partition("=")[0]
-    text = f"error: {name}: doctor takes no flags of run; it reads the environment.{hint}"
-    assert text in capsys.readouterr().err

@@ -18,13 +18,11 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.cli import main
 from elastic_resume.commands import job_status
 from elastic_resume.commands.job_status import (
     MAX_NODES,
     JobEndpoint,
     build_document,
-    fit_screen,
     format_screen,
 )
 from elastic_resume.errors import RendezvousLostError, UsageError
@@ -40,7 +38,6 @@ from elastic_resume.report.agent_status import (
     encode_reply,
 )
 from elastic_resume.report.generations import Incident
-from tests.support import report_runs
 from tests.support.rendezvous_nodes import RUN, TOKEN, listener_address, read_line
 
 A, B = (Incarnation(name, name, 1, f"{name}:1", None) for name in "ab")
@@ -150,22 +147,6 @@ def test_screen_of_many_nodes_shows_those_with_problems() -> None:
     assert f"and {1000 - MAX_NODES} more" in lines
 
 
-@pytest.mark.parametrize("nodes", [2, 24, 1000])
-@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 8), (200, 60), (1, 1)])
-def test_screen_fits_terminal(nodes: int, columns: int, rows: int) -> None:
-    """A larger screen would scroll; nodes with problems stay visible."""
-    document = make_document(nodes, trouble=1)
-    document["spares"] = [f"spare-{number}" for number in range(1000)]
-    lines = fit_screen(document, columns, rows)
-    assert len(lines) <= rows
-    assert max(map(len, lines)) <= columns
-    assert "job job: generation 3"[:columns] in lines[0]
-    assert len("\n".join(format_screen(document))) < 6000
-    if rows >= 24:
-        assert any(" n1 " in line for line in lines)
-        assert any("2 incidents" in line for line in lines)
-
-
 # ---- finding agents ------------------------------------------------------------------------------------
 
 
@@ -240,41 +221,6 @@ def test_find_job_does_not_match_longer_job_names(
         write_endpoint_file(tmp_path / run_id / "n0", run_id)
     write_endpoint_file(tmp_path / own / "n0", own)
     assert find(None).run_id == own
-
-
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        (report_runs.killed(), "job job ended at 1970-01-01 00:02:09 UTC. Finished at step 20"),
-        (report_runs.failed(), "FAILED at step 11 after 27 s: node n2 gave up: the same exception"),
-        (report_runs.unfinished(), "job job was killed at or after step 10, or its nodes cannot be reached"),
-    ],
-)
-def test_status_without_agents_says_how_the_newest_run_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], job: report_runs.Job, words: str
-) -> None:
-    """The killed one left its endpoint file; an older run and scripts that read JSON do not matter."""
-    for event in job.events:
-        log = tmp_path / "job" / event["node"] / constants.EVENTS_FILE
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
-            file.write(json.dumps(event) + "\n")
-    older = tmp_path / "older" / "n0" / constants.EVENTS_FILE
-    older.parent.mkdir(parents=True)
-    older.write_text("{}\n")
-    os.utime(older, (1, 1))
-    assert main(["status", str(tmp_path)]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert words in out
-    assert out.endswith(f"details: elastic-resume report {tmp_path / 'job'}")
-    write_endpoint_file(tmp_path / "job" / "agent", "job")
-    assert main(["status", str(tmp_path / "job")]) == 1
-    assert words in " ".join(capsys.readouterr().out.split())
-    assert main(["status", "--json", str(tmp_path)]) == 1
-    assert "no agent of job 'job' answers" in capsys.readouterr().err
-    write_endpoint_file(tmp_path / "two" / "n0", "two")
-    assert main(["status", str(tmp_path)]) == 2
-    assert "2 jobs run here (job, two): choose one with --rdzv-id" in capsys.readouterr().err
 
 
 # ---- asking --------------------------------------------------------------------------------------------

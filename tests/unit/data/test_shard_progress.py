@@ -10,8 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from elastic_resume.checkpoint import json_codec
-from elastic_resume.data.shard_progress import ShardProgress
-from elastic_resume.data.sharded_stream import _LaneReader
+from elastic_resume.data.sharded_stream import ShardProgress, _LaneReader
 
 Sample = tuple[int, int]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_resume.policy.drain import AgentEnd, decide_exit_code, drain_margin_s
+from elastic_resume.policy.restart import AgentEnd, decide_exit_code, drain_margin_s
 
 
 @pytest.mark.parametrize("code", [0, 1, 75, 130, 143])

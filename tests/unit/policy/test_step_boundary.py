@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.policy.step_boundary import BoundaryActions, StepBoundary, decide_actions
+from elastic_resume.policy.checkpoint_interval import BoundaryActions, StepBoundary, decide_actions
 
 NOTHING = BoundaryActions()
 SNAPSHOT = BoundaryActions(takes_snapshot=True, announces=True)

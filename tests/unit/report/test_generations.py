@@ -22,7 +22,7 @@ from elastic_resume.report.generations import (
     Generation,
     GenerationTracker,
 )
-from elastic_resume.report.run_history import build_history_from_events as build
+from elastic_resume.report.generations import build_history_from_events as build
 from tests.support.report_runs import (
     GLOO,
     KILLED,
@@ -292,7 +292,7 @@ def test_wall_clock_that_jumps_changes_no_duration(by: float, machines: int) -> 
     good = summary.build_run_report(killed().events)
     jumps = {"n1": (105.0, by), "n2": (112.0, 2 * by)}
     report = summary.build_run_report(stamp(killed().events, jumps, machines)[::-1])
-    assert (report.goodput, report.recoveries) == (good.goodput, good.recoveries)
+    assert (report.goodput, report.recoveries_s) == (good.goodput, good.recoveries_s)
     assert track(stamp(killed().events, jumps, 1)).incidents()[0].recovery_s == pytest.approx(4.5)
 
 
@@ -306,7 +306,7 @@ def test_rebooted_machine_is_aligned_by_its_next_generation() -> None:
         for item in stamp(killed().events, {})
     ]
     report = summary.build_run_report(again)
-    assert (report.goodput, report.recoveries) == (good.goodput, good.recoveries)
+    assert (report.goodput, report.recoveries_s) == (good.goodput, good.recoveries_s)
 
 
 def test_silence_on_this_machine_counts_from_boot_time() -> None:
