@@ -116,8 +116,16 @@ def test_lines_to_uncomment_are_valid() -> None:
         schemas.validate(yaml.safe_load(text), MINORS[37], strict=True)
 
 
+def test_jobset_holds_the_same_job() -> None:
+    """Its controller makes the Service that the Job's pods name."""
+    loaded = manifests.load_documents(manifests.JOBSET)
+    assert manifests.job_spec(loaded) == shipped_job()
+    subdomain = shipped_job()["template"]["spec"]["subdomain"]
+    assert loaded[0]["spec"]["network"]["subdomain"] == subdomain
+
+
 def test_kustomization_names_the_other_files_and_the_image() -> None:
-    """A Job, its Service, its claim and its budget of disruptions."""
+    """A Job and its Service; the JobSet is the other way to run the same job."""
     kustomization = yaml.safe_load((manifests.KUBERNETES / "kustomization.yaml").read_text())
     assert tuple(kustomization["resources"]) == manifests.JOB
     (image,) = kustomization["images"]
@@ -163,10 +171,13 @@ def test_values_that_stand_in_two_places_agree() -> None:
     assert parse_kubernetes_quantity("shm", shared["sizeLimit"]) < limits["memory"]
 
 
-def test_every_variable_that_a_pod_reads_is_set() -> None:
+@pytest.mark.parametrize(
+    ("files", "job"),
+    [(manifests.JOB, "elastic-resume-train"), (manifests.JOBSET, "elastic-resume-train-node-0")],
+)
+def test_every_variable_that_a_pod_reads_is_set(files: tuple[str, ...], job: str) -> None:
     """By the Job, by its controller, or by Kubernetes; and each variable of ours is one that exists."""
-    job = "elastic-resume-train"
-    env = manifests.pod_environment(manifests.load_documents(), 2, "10.1.2.3")
+    env = manifests.pod_environment(manifests.load_documents(files), 2, "10.1.2.3")
     read = {variable for variables in environment.KUBERNETES_VARIABLES.values() for variable in variables}
     assert read <= set(env)
     known = {getattr(constants, name) for name in dir(constants) if name.startswith("ENV_")}

@@ -14,17 +14,18 @@ NAME = "elastic-resume-train"
 NAMESPACE = "ml"
 CONTENT_OF_KEY = "what all pods share, and nobody else"
 JOB = ("claim.yaml", "pdb.yaml", "service.yaml", "job.yaml")
+JOBSET = ("jobset.yaml",)
 
 
-def load_documents() -> list[dict[str, Any]]:
-    """Load the files of the job."""
-    return [yaml.safe_load((KUBERNETES / file).read_text()) for file in JOB]
+def load_documents(files: tuple[str, ...] = JOB) -> list[dict[str, Any]]:
+    """Load files of deploy/kubernetes."""
+    return [yaml.safe_load((KUBERNETES / file).read_text()) for file in files]
 
 
 def job_spec(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the Job's spec."""
+    """Return the Job's spec, which a JobSet has inside."""
     spec: dict[str, Any] = documents[-1]["spec"]
-    return spec
+    return spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec
 
 
 def container(job: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +42,10 @@ def adapt_to_kubernetes_1_29(job: dict[str, Any]) -> None:
 
 def pod_environment(documents: list[dict[str, Any]], index: int, address: str) -> dict[str, str]:
     """Return the variables of a new pod of an index."""
-    job = documents[-1]["metadata"]["name"]
+    top = documents[-1]
+    job = top["metadata"]["name"]
+    if top["kind"] == "JobSet":
+        job = f"{job}-{top['spec']['replicatedJobs'][0]['name']}-0"
     fields = {
         "metadata.name": f"{job}-{index}-{secrets.token_hex(3)}",
         "metadata.namespace": NAMESPACE,
