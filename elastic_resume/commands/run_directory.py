@@ -10,12 +10,13 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_resume import constants, events
 from elastic_resume.config import DEFAULT_CKPT_DIR
-from elastic_resume.errors import ElasticResumeError, UsageError
+from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
 from elastic_resume.report import checkpoints, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import (
@@ -29,6 +30,7 @@ from elastic_resume.report.formatting import (
 from elastic_resume.report.loader import load_run
 
 if TYPE_CHECKING:
+    from elastic_resume.checkpoint.manifest import Manifest
     from elastic_resume.state.diff import ComparedCheckpoint, Comparison, Difference
 
 
@@ -162,24 +164,56 @@ def _verify_line(entry: CheckpointEntry, base: Path) -> str:
 
 def export(args: argparse.Namespace) -> int:
     """Write the tensors of one object to a plain file."""
+    found = checkpoints.find_node_dirs(args.path)
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
-    from elastic_resume.state.open_checkpoint import open_checkpoint  # noqa: PLC0415
 
-    checkpoint = open_checkpoint(args.path)
-    manifest, file_format = checkpoint.manifest, args.format or exporting.guess_format(args.target)
-    exported = exporting.export(
-        checkpoint, args.target, name=args.object, file_format=file_format, force=args.force
-    )
-    age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
-    version = f"generation {manifest.generation}, step {manifest.step}, {age_text} old"
-    write_stdout(f"{args.object} of {checkpoint.path} ({version})\n")
-    size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
-    write_stdout(f"-> {args.target}: {size}, {file_format}\n")
-    if exported.skipped:
-        more = f" and {len(exported.skipped) - 5} more" if len(exported.skipped) > 5 else ""
-        text = f"left out, not tensors: {', '.join(exported.skipped[:5])}{more}"
-        write_stdout("\n".join(wrap_text(text)) + "\n")
-    return EXIT_OK
+    file_format = args.format or exporting.guess_format(args.target)
+    for path, manifest in _export_sources(found):
+        try:
+            exported = exporting.export(
+                path,
+                manifest,
+                args.target,
+                name=args.object,
+                file_format=file_format,
+                force=args.force,
+            )
+        except CheckpointError as error:
+            if found.level == "checkpoint":
+                raise
+            print(f"not used: {error}", file=sys.stderr)
+            continue
+        age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
+        version = f"generation {manifest.generation}, step {manifest.step}, {age_text} old"
+        write_stdout(f"{args.object} of {path} ({version})\n")
+        size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
+        write_stdout(f"-> {args.target}: {size}, {file_format}\n")
+        if exported.skipped:
+            more = f" and {len(exported.skipped) - 5} more" if len(exported.skipped) > 5 else ""
+            write_stdout(
+                "\n".join(wrap_text(f"left out, not tensors: {', '.join(exported.skipped[:5])}{more}")) + "\n"
+            )
+        return EXIT_OK
+    raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` shows why.")
+
+
+def _export_sources(found: checkpoints.FoundPath) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the named checkpoint, or those of the nodes, newest first."""
+    from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
+
+    if found.level == "checkpoint":
+        yield found.path, quick_check(found.path, None)
+        return
+    if len(found.run_ids) > 1:
+        raise UsageError(
+            f"{found.path}: holds {len(found.run_ids)} runs; give one: {', '.join(found.run_ids[:20])}."
+        )
+    valid = [entry for entry in checkpoints.list_checkpoints(found) if entry.state == "valid"]
+    for entry in sorted(valid, key=lambda entry: (entry.generation or 0, entry.step or 0), reverse=True):
+        try:
+            yield entry.path, quick_check(entry.path, None)
+        except CheckpointError as error:  # a running job pruned it
+            print(f"not used: {error}", file=sys.stderr)
 
 
 # ---- diff --------------------------------------------------------------------------------------------

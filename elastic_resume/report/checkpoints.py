@@ -62,6 +62,11 @@ class FoundPath:
     level: str
     node_dirs: tuple[FoundNodeDir, ...]
 
+    @property
+    def run_ids(self) -> tuple[str, ...]:
+        """The names of the runs, sorted."""
+        return tuple(sorted({node_dir.run_id for node_dir in self.node_dirs if node_dir.run_id is not None}))
+
 
 def find_node_dirs(path_argument: Path) -> FoundPath:
     """Find the node directories at or below a path.

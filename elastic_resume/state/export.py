@@ -1,6 +1,6 @@
 """Export the tensors of one tracked object as a safetensors file or a torch.save file.
 
-The checkpoint was verified when it was opened. The target appears whole or not at all, and
+Invariant: every written byte was verified when it was read. The target appears whole or not at all, and
 replaces an existing file only with ``force``. ``torch.load(weights_only=True)`` reads the torch file.
 
 Tied tensors are stored under each of their names, as in a ``state_dict()``. A torch file shares them;
@@ -19,11 +19,13 @@ from typing import IO, Any
 
 import torch
 
+from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.atomic_io import DISK, temporary_name, translate_os_errors
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import UsageError
-from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves
+from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves, open_image
 from elastic_resume.state.state_dict import TensorBuffer
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
@@ -45,7 +47,8 @@ def guess_format(target: Path) -> str:
 
 
 def export(
-    checkpoint: OpenCheckpoint,
+    source: Path,
+    manifest: Manifest,
     target: Path,
     *,
     name: str = "model",
@@ -55,7 +58,8 @@ def export(
     """Write the tensors of the tracked object ``name`` to ``target``.
 
     Args:
-        checkpoint: from `open_checkpoint`, which has verified it.
+        source: the directory of a checkpoint.
+        manifest: its manifest, from `reader.quick_check`.
         target: the file to write.
         name: the tracked object: ``model`` for ``er.resume(model=…)``.
         file_format: safetensors or torch.
@@ -63,10 +67,12 @@ def export(
 
     Raises:
         UsageError: the target exists, there is no such object, or the format cannot hold it.
+        CheckpointError: the checkpoint's bytes are not those that were saved.
         MachineError: the disk refuses.
 
     """
     _check_target(target, force=force)
+    checkpoint = open_image(source, manifest, reader.read_image(source, manifest))
     references, skipped = _find_references(checkpoint.state, name)
     if file_format == "safetensors":
         byte_count = _write_safetensors(target, checkpoint, references)

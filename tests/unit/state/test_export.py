@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from elastic_resume import constants
+from elastic_resume.checkpoint import reader
 from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, MachineError, UsageError
 from elastic_resume.state.export import export
-from elastic_resume.state.open_checkpoint import open_checkpoint
 from tests.support import checkpoint_samples
 from tests.support.state_image import are_equal, save_checkpoint
 
@@ -54,8 +54,8 @@ def saved(tmp_path: Path, net: Net) -> Path:
 
 
 def out(saved: Path, target: Path, **how: Any) -> None:
-    """Export one checkpoint."""
-    export(open_checkpoint(saved), target, **how)
+    """Export with the checkpoint's own manifest."""
+    export(saved, reader.quick_check(saved, None), target, **how)
 
 
 def test_safetensors_package_opens_export(saved: Path, net: Net, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_failed_export_leaves_no_file(saved: Path, tmp_path: Path, file_format: 
 def test_export_uses_newest_valid_checkpoint_of_run(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command reports its choice."""
+    """The command reports its choice and the invalid checkpoints."""
     newer = save_checkpoint(saved.parent.parent / "n1", 9, model=Net())
     checkpoint_samples.flip_bits(newer / constants.STATE_FILE, -5)
     torn = save_checkpoint(saved.parent, 8, model=Net())
@@ -157,10 +157,12 @@ def test_export_uses_newest_valid_checkpoint_of_run(
     assert main(["export", str(saved.parent.parent), str(tmp_path / "m.pth")]) == 0
     told = capsys.readouterr()
     assert f"model of {saved} (generation 1, step 7," in told.out
+    assert "not used:" in told.err
+    assert "digest" in told.err
     assert torch.load(tmp_path / "m.pth", weights_only=True)
 
 
 def test_export_without_checkpoint_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, exit code 1."""
     assert main(["export", str(tmp_path), str(tmp_path / "m.pt")]) == 1
-    assert "holds no checkpoint of elastic_resume" in capsys.readouterr().err
+    assert "holds no valid checkpoint" in capsys.readouterr().err
