@@ -1,34 +1,39 @@
-"""Export the tensors of one tracked object as a safetensors file or a torch.save file.
+"""Export a checkpoint as a safetensors file, a torch.save file or a directory of torch's DCP.
 
 Invariant: every written byte was verified when it was read. The target appears whole or not at all, and
 replaces an existing file only with ``force``. ``torch.load(weights_only=True)`` reads the torch file.
 
-Tied tensors are stored under each of their names, as in a ``state_dict()``. A torch file shares them;
-safetensors cannot share and holds copies.
+Tied tensors are stored under each of their names, as in a ``state_dict()``. A torch file shares them; the
+other formats cannot share and hold copies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.atomic_io import DISK, temporary_name, translate_os_errors
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.errors import UsageError
+from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves, open_image
-from elastic_resume.state.state_dict import TensorBuffer
+from elastic_resume.state.state_dict import RESERVED_PREFIX, TensorBuffer
 
+NAME_PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
+_SAFE_TYPES = {bool, int, float, str, bytes, complex, set}  # torch.load(weights_only=True), beside containers
 _COMPLEX_DTYPES = {"complex64": "C64", "complex128": "C128"}  # stored as pairs of reals
 
 
@@ -51,8 +56,9 @@ def export(
     manifest: Manifest,
     target: Path,
     *,
-    name: str = "model",
+    name: str | None = "model",
     file_format: str = "safetensors",
+    wrapped: str = "plain",
     force: bool = False,
 ) -> ExportResult:
     """Write the tensors of the tracked object ``name`` to ``target``.
@@ -61,8 +67,10 @@ def export(
         source: the directory of a checkpoint.
         manifest: its manifest, from `reader.quick_check`.
         target: the file to write.
-        name: the tracked object: ``model`` for ``er.resume(model=…)``.
-        file_format: safetensors or torch.
+        name: the tracked object: ``model`` for ``er.resume(model=…)``. None exports all of them, with
+            ``epoch`` and ``step``. Safetensors holds tensors only and refuses None.
+        file_format: safetensors, torch or dcp.
+        wrapped: plain, dp or ddp: the kind of model that will load the names.
         force: replace an existing file. An existing directory is never replaced.
 
     Raises:
@@ -72,15 +80,22 @@ def export(
 
     """
     _check_target(target, force=force)
+    if name is None and file_format == "safetensors":
+        raise UsageError(
+            "safetensors holds tensors only. Use --format torch or dcp, or choose one object with --object."
+        )
     checkpoint = open_image(source, manifest, reader.read_image(source, manifest))
-    references, skipped = _find_references(checkpoint.state, name)
+    if name is None:
+        return _export_all(checkpoint, target, file_format, wrapped)
+    references, skipped = _find_references(checkpoint.state, name, NAME_PREFIXES[wrapped])
     if file_format == "safetensors":
         byte_count = _write_safetensors(target, checkpoint, references)
     else:
         # One tensor object for each reference: torch.save then stores tied tensors once.
         tensor_by_ref = {ref: checkpoint.tensor(ref) for ref in references.values()}
         tensors = {key: tensor_by_ref[ref] for key, ref in references.items()}
-        byte_count = _write_file(target, lambda file: torch.save(tensors, file))
+        state = tensors if file_format == "torch" else {name: tensors}
+        byte_count = _write_state(target, state, file_format)
     return ExportResult(len(references), byte_count, tuple(skipped))
 
 
@@ -91,7 +106,38 @@ def _check_target(target: Path, *, force: bool) -> None:
         raise UsageError(f"{target}: exists. Give another name, or replace it with --force.")
 
 
-def _find_references(state: Mapping[str, Any], name: str) -> tuple[dict[str, TensorRef], list[str]]:
+def _export_all(checkpoint: OpenCheckpoint, target: Path, file_format: str, wrapped: str) -> ExportResult:
+    """Export all objects and the position, as a training script would save them."""
+    tensor_by_ref: dict[TensorRef, Tensor] = {}
+    skipped: list[str] = []
+
+    def make_safe(item: Any, path: str) -> Any:
+        """Rebuild ``item`` from the types that torch.load(weights_only=True) accepts; a deque is not one."""
+        if isinstance(item, TensorRef):
+            return tensor_by_ref.setdefault(item, checkpoint.tensor(item))
+        if isinstance(item, dict):
+            return {key: make_safe(part, f"{path}/{key}") for key, part in item.items()}
+        if type(item) in {list, tuple, deque}:
+            parts = [make_safe(part, f"{path}/{i}") for i, part in enumerate(item)]
+            return tuple(parts) if type(item) is tuple else parts
+        if item is not None and type(item) not in _SAFE_TYPES:
+            skipped.append(path)
+            return None
+        return item
+
+    tracked = {name: part for name, part in checkpoint.state.items() if not name.startswith(RESERVED_PREFIX)}
+    state = {name: make_safe(part, name) for name, part in tracked.items()}
+    if NAME_PREFIXES[wrapped] and isinstance(state.get("model"), dict):
+        state["model"] = {NAME_PREFIXES[wrapped] + key: value for key, value in state["model"].items()}
+    tensor_count = sum(isinstance(value, Tensor) for _, value in iter_leaves(state))
+    position = checkpoint.manifest.position
+    content = {**state, "epoch": position.epoch, "step": position.step}
+    return ExportResult(tensor_count, _write_state(target, content, file_format), tuple(skipped))
+
+
+def _find_references(
+    state: Mapping[str, Any], name: str, prefix: str
+) -> tuple[dict[str, TensorRef], list[str]]:
     """Return one object's tensors by their exported name, and the names of its other values."""
     with_tensors = [
         n for n, part in state.items() if any(_is_tensor_ref(leaf) for _, leaf in iter_leaves(part))
@@ -102,7 +148,7 @@ def _find_references(state: Mapping[str, Any], name: str) -> tuple[dict[str, Ten
         raise UsageError(
             f"object {name!r} {problem}; objects with tensors: {known}. Choose one with --object."
         )
-    references = [(key, leaf) for key, leaf in iter_leaves(state[name]) if _is_tensor_ref(leaf)]
+    references = [(prefix + key, leaf) for key, leaf in iter_leaves(state[name]) if _is_tensor_ref(leaf)]
     counts = Counter(key for key, _ in references)
     duplicates = sorted(key for key, count in counts.items() if count > 1)
     if duplicates:
@@ -134,19 +180,36 @@ def _write_safetensors(target: Path, checkpoint: OpenCheckpoint, references: Map
     return _write_file(target, write)
 
 
+def _write_state(target: Path, state: Any, file_format: str) -> int:
+    if file_format == "torch":
+        return _write_file(target, lambda file: torch.save(state, file))
+    with _write_temporary(target) as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP warns that there is no process group
+        save(state, checkpoint_id=temporary, no_dist=True)  # syncs its files
+        DISK.sync_dir(temporary)
+        return sum(path.stat().st_size for path in temporary.iterdir())
+
+
 def _write_file(target: Path, write: Callable[[IO[bytes]], object]) -> int:
-    """Write a file with ``write`` under a temporary name, and rename it to ``target``; return its size."""
+    """Write a file with ``write``; return its size."""
+    with _write_temporary(target) as temporary, temporary.open("xb") as file:
+        write(file)
+        file.flush()
+        DISK.sync_file(file.fileno(), temporary)
+        return file.tell()
+
+
+@contextlib.contextmanager
+def _write_temporary(target: Path) -> Iterator[Path]:
+    """Yield a temporary name beside ``target``. Rename the result to ``target``, or remove it on an error."""
     temporary = target.with_name(temporary_name(target.name))
     try:
-        with translate_os_errors("write", temporary), temporary.open("xb") as file:
-            write(file)
-            file.flush()
-            DISK.sync_file(file.fileno(), temporary)
-            size = file.tell()
+        with translate_os_errors("write", temporary):
+            yield temporary
         DISK.rename(temporary, target)
     except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        with contextlib.suppress(MachineError):
+            if temporary.exists():
+                DISK.remove_tree(temporary)
         raise
     DISK.sync_dir(target.parent)
-    return size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+import elastic_resume as er
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
 from elastic_resume.cli import main
@@ -65,14 +70,16 @@ def test_safetensors_package_opens_export(saved: Path, net: Net, tmp_path: Path)
     assert are_equal(loaded, net.state_dict())
 
 
-def test_model_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
-    """torch.load in its safe mode. Tied weights share memory."""
-    out(saved, tmp_path / "m.pt", file_format="torch")
+@pytest.mark.parametrize("wrapped", ["plain", "dp", "ddp"])
+def test_model_loads_export(saved: Path, net: Net, tmp_path: Path, wrapped: str) -> None:
+    """torch.load in its safe mode. Tied weights share memory; DataParallel and DDP use the same prefix."""
+    out(saved, tmp_path / "m.pt", file_format="torch", wrapped=wrapped)
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
-    assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
-    fresh = Net()
+    prefix = "" if wrapped == "plain" else "module."
+    assert loaded[f"{prefix}embed.weight"].data_ptr() == loaded[f"{prefix}head.weight"].data_ptr()
+    fresh = nn.DataParallel(Net()) if prefix else Net()
     fresh.load_state_dict(loaded)
-    assert are_equal(fresh.state_dict(), net.state_dict())
+    assert are_equal(getattr(fresh, "module", fresh).state_dict(), net.state_dict())
 
 
 def test_export_of_optimizer_tensors(saved: Path, tmp_path: Path) -> None:
@@ -128,7 +135,7 @@ def test_export_refuses_corrupt_checkpoint(saved: Path, tmp_path: Path) -> None:
 
 # Since Python 3.13 a writer of torch that failed is reported when it is freed.
 @pytest.mark.filterwarnings("ignore:.*NoCloseWriter:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("file_format", ["safetensors", "torch"])
+@pytest.mark.parametrize("file_format", ["safetensors", "torch", "dcp"])
 def test_failed_export_leaves_no_file(saved: Path, tmp_path: Path, file_format: str) -> None:
     """The old file stays, and no temporary file. The kernel refuses files of more than 1 kB."""
     target = tmp_path / "out" / "m"
@@ -137,7 +144,7 @@ def test_failed_export_leaves_no_file(saved: Path, tmp_path: Path, file_format: 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(MachineError):
+        with pytest.raises((MachineError, CheckpointException)):
             out(saved, target, force=True, file_format=file_format)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -166,3 +173,67 @@ def test_export_without_checkpoint_fails(tmp_path: Path, capsys: pytest.CaptureF
     """One line, exit code 1."""
     assert main(["export", str(tmp_path), str(tmp_path / "m.pt")]) == 1
     assert "holds no valid checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "ddp"])
+def test_dcp_loads_export(saved: Path, net: Net, tmp_path: Path, wrapped: str) -> None:
+    """DCP loads it into a bare and a wrapped model; an existing directory is never replaced."""
+    fresh = Net() if wrapped == "plain" else nn.DataParallel(Net())
+    out(saved, tmp_path / "dcp", file_format="dcp", wrapped=wrapped)
+    state = {"model": fresh.state_dict()}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp_load(state, checkpoint_id=tmp_path / "dcp")
+    fresh.load_state_dict(state["model"])
+    assert are_equal(getattr(fresh, "module", fresh).state_dict(), net.state_dict())
+    with pytest.raises(UsageError, match="is a directory"):
+        out(saved, tmp_path / "dcp", file_format="dcp", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "dcp"]
+
+
+class Recent:
+    """An object with tensors in a deque and a Counter."""
+
+    def __init__(self) -> None:
+        self.kept: Any = {"recent": deque([torch.ones(2)], 3), "counts": Counter({"a": 2})}
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load the state."""
+        self.kept = state
+
+
+def test_export_of_all_container_types(tmp_path: Path) -> None:
+    """er.load returns a deque and a Counter; a torch file gets types that its safe reader takes."""
+    saved = save_checkpoint(tmp_path / "n0", 1, own=Recent())
+    loaded = er.load(saved, "own")
+    assert (type(loaded["recent"]), loaded["recent"].maxlen, type(loaded["counts"])) == (deque, 3, Counter)
+    assert loaded["recent"][0].tolist() == [1, 1]
+    out(saved, tmp_path / "all.pt", name=None, file_format="torch")
+    plain = torch.load(tmp_path / "all.pt", weights_only=True)["own"]
+    assert (plain["recent"][0].tolist(), plain["counts"]) == ([1, 1], {"a": 2})
+    out(saved, tmp_path / "own.safetensors", name="own")
+    assert list(safetensors.torch.load_file(tmp_path / "own.safetensors")) == ["recent/0"]
+
+
+def test_export_of_all_objects(
+    saved: Path, net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All objects and the position, as a training script would have saved them."""
+    assert main(["export", "--all", "--for", "ddp", str(saved), str(tmp_path / "all.pt")]) == 0
+    assert f"all of {saved}" in capsys.readouterr().out
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert (loaded["epoch"], loaded["step"]) == (0, 7)
+    wrapped = nn.DataParallel(Net())
+    wrapped.load_state_dict(loaded["model"])
+    assert are_equal(wrapped.module.state_dict(), net.state_dict())
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    optimizer.load_state_dict(loaded["optimizer"])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1).load_state_dict(loaded["scheduler"])
+    assert main(["export", "--all", "--format", "dcp", str(saved), str(tmp_path / "all")]) == 0
+    held = FileSystemReader(tmp_path / "all").read_metadata().state_dict_metadata
+    assert {name.split(".")[0] for name in held} == {"model", "optimizer", "scheduler", "epoch", "step"}
+    assert main(["export", "--all", str(saved), str(tmp_path / "all.safetensors")]) == 1
+    assert "safetensors holds tensors only" in capsys.readouterr().err
