@@ -2,7 +2,8 @@
 
 ``self.log(..., on_epoch=True)`` adds up values on each rank until the epoch ends, and so do torchmetrics'
 metrics. Lightning's own checkpoints leave both out. The ranks exchange them at each step boundary. In a world
-of another size they begin anew.
+of another size the sums of old rank i continue on new rank i modulo the number of ranks. Sums and logged
+means stay right, up to rounding, once they are synchronised over the ranks.
 """
 
 from __future__ import annotations
@@ -83,16 +84,9 @@ class CarriedMetrics(RankState):
         return row
 
     def load_rows(self, rows: list[Row]) -> None:
-        """Continue with this rank's row; in a world of another size, with what was shown last alone."""
+        """Continue with this rank's row, or with its part of the rows of another world."""
         rank, world_size = read_rank_and_world_size()
-        row = rows[rank % len(rows)]
-        if len(rows) != world_size:
-            if rank == 0 and (row["results"] or row["metrics"]):
-                logger.warning(
-                    "WARNING: Lightning: the number of ranks has changed, so the means and metrics of this "
-                    "epoch leave out what was logged before."
-                )
-            row = {**row, "results": {}, "metrics": {}}
+        row = rows[rank] if len(rows) == world_size else fold_rows(rows, rank, world_size)
         trainer, device = self._trainer, self._trainer.strategy.root_device
         results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
         results.clear()  # a process that outlives a change has those of a later step
@@ -165,7 +159,7 @@ def _read_result(result: Any) -> Row:
 
 
 def _read_metric(path: str, metric: Metric) -> Row:
-    states = {}
+    states, reductions = {}, {}
     for name, state in metric.metric_state.items():
         if isinstance(state, list):
             raise UsageError(
@@ -174,7 +168,8 @@ def _read_metric(path: str, metric: Metric) -> Row:
                 "compute it in validation."
             )
         states[name] = _pack(state)
-    return {"updates": metric.update_count, "states": states}
+        reductions[name] = getattr(metric._reductions[name], "__name__", "").removeprefix("dim_zero_")  # noqa: SLF001
+    return {"updates": metric.update_count, "states": states, "reductions": reductions}
 
 
 def _load_metric(metric: Metric, saved: Row) -> None:
@@ -182,6 +177,62 @@ def _load_metric(metric: Metric, saved: Row) -> None:
         setattr(metric, name, _unpack(packed).to(metric.device))
     metric._update_count = saved["updates"]  # noqa: SLF001
     metric._computed = None  # noqa: SLF001
+
+
+# ---- worlds of another size -------------------------------------------------------------------------------
+
+
+def fold_rows(rows: list[Row], rank: int, world_size: int) -> Row:
+    """Return the row of ``rank`` in a world of another size than that of ``rows``."""
+    own = rows[rank::world_size]
+    pattern = own[0] if own else rows[0]
+    results = {
+        key: _fold_result([row["results"][key] for row in own if key in row["results"]], saved)
+        for key, saved in pattern["results"].items()
+        if own or not saved["rank_zero_only"]
+    }
+    metrics = {}
+    for path, saved in pattern["metrics"].items():
+        parts = [row["metrics"][path] for row in own if path in row["metrics"]]
+        if parts and (folded := _fold_metric(parts, saved)) is not None:
+            metrics[path] = folded
+        elif parts:
+            logger.warning(
+                f"WARNING: Lightning: the metric {path} cannot be divided among another number of ranks; its "
+                "value of this epoch starts from zero."
+            )
+    return {"results": results, "shown": pattern["shown"], "metrics": metrics}
+
+
+def _fold_result(parts: list[Row], saved: Row) -> Row:
+    """Add up what several ranks logged; without one begin at zero, for the same synchronised values."""
+    if not saved["is_tensor"] or not saved["meta"]["on_epoch"]:
+        return saved
+    operation = saved["meta"]["reduce_fx"].removeprefix("torch.")
+    operation = "sum" if operation == "mean" else operation
+    folded = dict(saved)
+    for name in ("value", "weight"):
+        if saved[name] is not None:
+            numbers = [_unpack(part[name]) for part in parts]
+            zero = _unpack(saved[name]) if operation != "sum" else torch.zeros_like(_unpack(saved[name]))
+            folded[name] = _pack(_combine(operation, numbers) if numbers else zero)
+    return folded
+
+
+def _fold_metric(parts: list[Row], saved: Row) -> Row | None:
+    states = {}
+    for name, operation in saved["reductions"].items():
+        if operation not in {"sum", "min", "max"}:  # means of groups of different sizes would be wrong
+            return None
+        states[name] = _pack(_combine(operation, [_unpack(part["states"][name]) for part in parts]))
+    return {**saved, "updates": sum(part["updates"] for part in parts), "states": states}
+
+
+def _combine(operation: str, tensors: list[Tensor]) -> Tensor:
+    stacked = torch.stack(tensors)
+    if operation == "sum":
+        return stacked.sum(0, dtype=stacked.dtype)
+    return stacked.amin(0) if operation == "min" else stacked.amax(0)
 
 
 # ---- tensors as JSON --------------------------------------------------------------------------------------

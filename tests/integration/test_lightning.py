@@ -343,6 +343,39 @@ def test_metrics_that_cannot_be_carried_are_refused() -> None:
         carried.read_own()
 
 
+def test_other_world_adds_up_what_ranks_have_logged() -> None:
+    """Sums over the ranks stay the same, whatever their number."""
+    from elastic_resume.integrations.lightning_metrics import _pack, _unpack, fold_rows  # noqa: PLC0415
+
+    def row(number: float) -> Any:
+        result = {
+            "meta": {"on_epoch": True, "reduce_fx": "torch.mean"},
+            "is_tensor": True,
+            "rank_zero_only": False,
+            "value": _pack(torch.tensor(number)),
+            "weight": _pack(torch.tensor(int(number))),
+        }
+        metric = {
+            "updates": 1,
+            "states": {"total": _pack(torch.tensor([number, 1.0]))},
+            "reductions": {"total": "sum"},
+        }
+        odd = {**metric, "reductions": {"total": ""}}
+        return {"results": {"loss": result}, "shown": {}, "metrics": {"sum": metric, "odd": odd}}
+
+    rows = [row(1.0), row(2.0), row(4.0)]
+    for world_size, expected in ((2, [5.0, 2.0]), (1, [7.0]), (5, [1.0, 2.0, 4.0, 0.0, 0.0])):
+        folded = [fold_rows(rows, rank, world_size) for rank in range(world_size)]
+        results = [one["results"]["loss"] for one in folded]
+        assert [_unpack(one["value"]).item() for one in results] == expected
+        assert [_unpack(one["weight"]).item() for one in results] == expected
+        sums = [
+            _unpack(one["metrics"]["sum"]["states"]["total"]).tolist() for one in folded if one["metrics"]
+        ]
+        assert [sum(column) for column in zip(*sums, strict=True)] == [7.0, 3.0]
+        assert all("odd" not in one["metrics"] for one in folded)
+
+
 def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -> None:
     """And no others: those that nobody noted, and those that were there before."""
     from elastic_resume.integrations import lightning_strategy  # noqa: PLC0415
