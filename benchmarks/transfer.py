@@ -1,8 +1,8 @@
 """Measure the transfer of a state between nodes, beside gloo's broadcast of as many bytes in the same run.
 
 Each node is a process, forked from this one. The holder has the state in a slot, and a receiver has a new
-slot, without memory or with it ("mapped slot"). gloo's broadcast goes into touched memory. Processors are
-those of the processes, both ends together.
+slot whose memory a process allocates meanwhile, as the agent does after the loss of a machine. gloo's
+broadcast goes into touched memory. Processors are those of the processes, both ends together.
 
     loopback     one holder, one receiver; both share this machine's cores
     10 Gbit/s    the same over a loopback that is limited to 10 Gbit/s (tc, in a network namespace: for root)
@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import mmap
 import multiprocessing
 import os
 import resource
@@ -40,7 +41,6 @@ from elastic_resume.restore import transfer
 from elastic_resume.restore.streaming import LocalWatermark, StreamingBuffer
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
 from elastic_resume.slots import slot_memory
-from elastic_resume.slots.slot_memory import ControlBlock, Slot
 from elastic_resume.testing.virtual_network import VirtualNetwork
 
 BLOCK_BYTES = 16 << 20
@@ -55,13 +55,13 @@ Result = dict[str, float]
 # ---- one node --------------------------------------------------------------------------------------------
 
 
-def make_slot(size: int, *, fresh: bool) -> Slot:
-    """Return a slot; only a fresh one is not allocated yet."""
+def make_slot(size: int, *, fresh: bool) -> tuple[memoryview, int]:
+    """Return the memory of a slot and its descriptor; only a fresh one is not allocated yet."""
     descriptor = slot_memory.create_memory_file("benchmark", size, allocate=not fresh)
-    slot = Slot(descriptor, size, 1, ControlBlock(ControlBlock.create()).slot_record(0))
+    memory = memoryview(mmap.mmap(descriptor, size))
     if not fresh:
-        slot.memory[:] = os.urandom(1 << 20) * (size >> 20) + bytes(size & ((1 << 20) - 1))
-    return slot
+        memory[:] = os.urandom(1 << 20) * (size >> 20) + bytes(size & ((1 << 20) - 1))
+    return memory, descriptor
 
 
 def processor_seconds() -> float:
@@ -75,17 +75,21 @@ def run_node(line: Connection, host: str, namespace: str, size: int, role: str) 
         descriptor = os.open(namespace, os.O_RDONLY)
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
-    slot = make_slot(size, fresh=role == "fresh")
-    watermark = LocalWatermark(size if role == "holder" else 0)
-    buffer = StreamingBuffer(slot.memory, watermark, slot if role == "fresh" else None)
+    memory, slot = make_slot(size, fresh=role == "fresh")
+    buffer = StreamingBuffer(memory, LocalWatermark(size if role == "holder" else 0))
     table = BlockTable(buffer, BLOCK_BYTES)
     server = BlockServer(table, role, host)
     line.send(server.sender.to_json())
     sources = [BlockSender.from_json("node", encoded) for encoded in line.recv()]
     before, start = processor_seconds(), time.perf_counter()
     if sources:
+        if role == "fresh" and os.fork() == 0:
+            slot_memory.allocate_memory_file(slot, size)
+            os._exit(0)
         transfer.receive(table, sources, 1)
     seconds = time.perf_counter() - start
+    if sources and role == "fresh":
+        os.wait()
     line.send("received")
     line.recv()  # the others have received too
     line.send({"seconds": seconds, "processors": processor_seconds() - before, "sent": server.sent_bytes})
@@ -181,11 +185,11 @@ def verdict(what: str, value: float, target: float, *, at_most: bool = False) ->
 def compare(title: str, options: argparse.Namespace) -> dict[str, Result]:
     """Compare with the broadcast, on this process's loopback."""
     size = options.megabytes * 10**6
-    found: dict[str, list[Result]] = {"ours": [], "ours, mapped slot": [], "gloo broadcast": []}
+    found: dict[str, list[Result]] = {"ours": [], "ours, allocated slot": [], "gloo broadcast": []}
     for repetition in range(options.repetitions):
         found["ours"].append(measure_transfer(size, ["127.0.0.1"] * 2, [""] * 2))
         found["gloo broadcast"].append(measure_broadcast(size, 29_600 + repetition))
-        found["ours, mapped slot"].append(measure_transfer(size, ["127.0.0.1"] * 2, [""] * 2, "touched"))
+        found["ours, allocated slot"].append(measure_transfer(size, ["127.0.0.1"] * 2, [""] * 2, "touched"))
     print(f"\n{title}, {options.megabytes} MB{'seconds':>20}{'GB/s':>9}{'processors':>12}")
     rows = {name: print_row(name, results, size) for name, results in found.items()}
     ratio = statistics.median(

@@ -112,7 +112,7 @@ def prepare(training: Training) -> None:
     """Touch the memory that the restore needs, and let it be used there."""
     client = SlotClient(os.environ[constants.ENV_COMMITTER], 0, is_local_leader=True)
     pool = warm_memory.prepare(training.tracked, 3 * training.bytes, client)  # no state yet: a third of it
-    while not client.list_writable(3 * training.bytes):
+    while len(client.list_writable(3 * training.bytes)) < client.slot_count:  # else it goes on meanwhile
         time.sleep(LOOK_S)
     vars(rank_context)["SlotClient"] = lambda *_, **__: client
     coordinator.restore = functools.partial(coordinator.restore, tensor_pool=pool)

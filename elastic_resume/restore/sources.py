@@ -278,8 +278,7 @@ def reserve_slot(
     slot = client.acquire_slot(manifest) if client is not None else None
     if slot is None or client is None:
         return None
-    unmapped_slot = None if client.is_populated(slot) else slot
-    buffer = StreamingBuffer(slot.memory[: manifest.file_bytes], slot, unmapped_slot)
+    buffer = StreamingBuffer(slot.memory[: manifest.file_bytes], slot)
     return buffer, slot, functools.partial(client.populate, slot)
 
 

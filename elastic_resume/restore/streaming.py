@@ -26,7 +26,6 @@ from torch import Tensor
 from elastic_resume.checkpoint.layout import Layout, header_size
 from elastic_resume.errors import CheckpointError, CorruptError, PeerFailedError
 from elastic_resume.ranks.collectives import Collectives
-from elastic_resume.slots.slot_memory import Slot
 from elastic_resume.state.state_dict import TensorBuffer
 
 WATERMARK_FAILED = (1 << 64) - 1
@@ -61,24 +60,13 @@ class StreamingBuffer:
     """The bytes of a state, and the watermark below which they may be used."""
 
     def __init__(
-        self,
-        memory: memoryview,
-        watermark: Watermark,
-        unmapped_slot: Slot | None = None,
-        *,
-        is_filled_elsewhere: bool = False,
+        self, memory: memoryview, watermark: Watermark, *, is_filled_elsewhere: bool = False
     ) -> None:
-        """Use ``memory``, which has exactly the size of the state.
+        """``memory`` has exactly the size of the state.
 
-        Args:
-            memory: where the bytes arrive.
-            watermark: of ``memory``.
-            unmapped_slot: the slot that ``memory`` is the beginning of, if its pages are not mapped yet.
-            is_filled_elsewhere: whether another process fills it.
-
+        ``is_filled_elsewhere``: another process fills it, so readers poll.
         """
         self.memory = memory
-        self.unmapped_slot = unmapped_slot
         self.error: BaseException | None = None
         self._watermark = watermark
         self._poll_interval_s = _POLL_INTERVAL_S if is_filled_elsewhere else STALL_TIMEOUT_S

@@ -49,6 +49,7 @@ from elastic_resume import constants, failpoints
 from elastic_resume.background import AcceptThread
 from elastic_resume.errors import MachineError, PeerFailedError
 from elastic_resume.restore.streaming import BackgroundTask, StreamingBuffer
+from elastic_resume.slots import slot_memory
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ BLOCK_TIMEOUT_S = 60.0  # 16 MiB: a link that loses most packets is not silent, 
 ALIVE_INTERVAL_S = 1.0
 MAX_FAILURES = 6  # in a row, of one node, over all connections to it
 RECONNECT_PAUSE_S = 0.1
-_PIECE_BYTES = 1 << 18  # of a block: it stays in the cache until it is digested and stored
 _NONCE_BYTES = _KEY_BYTES = _PROOF_BYTES = 32
 _DIGEST_BYTES = 16
 _REQUEST = struct.Struct("!Q")
@@ -360,31 +360,20 @@ class _Receiver:
                 self._table.buffer.advance(self._table.start(lowest))
 
     def _fetch_and_verify(self, connection: socket.socket, index: int) -> None:
+        block = self._table.block(index)
         connection.sendall(_REQUEST.pack(index))
+        slot_memory.populate_pages(block)  # while the first bytes travel
         while (status := _receive_exactly(connection, 1)) == _WAIT:
             self._table.buffer.raise_if_cancelled()
         if status != _OK:
             raise _SenderFailedError("its own state has failed")
         digest = _receive_exactly(connection, _DIGEST_BYTES)
         failpoints.hit("transfer.receive")
-        if self._receive_and_digest(connection, index) != digest:
-            start, stop = self._table.start(index), self._table.start(index + 1)
-            raise _SenderFailedError(f"bytes {start} to {stop} of the state arrived damaged")
+        _receive_into(connection, block)
+        if xxhash.xxh3_128_digest(block) != digest:
+            start = self._table.start(index)
+            raise _SenderFailedError(f"bytes {start} to {start + len(block)} of the state arrived damaged")
         self._table.set_digest(index, digest)
-
-    def _receive_and_digest(self, connection: socket.socket, index: int) -> bytes:
-        slot, block = self._table.buffer.unmapped_slot, self._table.block(index)
-        computed, deadline = xxhash.xxh3_128(), time.monotonic() + BLOCK_TIMEOUT_S
-        scratch = memoryview(bytearray(_PIECE_BYTES if slot is not None else 0))
-        for at in range(0, len(block), _PIECE_BYTES):
-            piece = block[at : at + _PIECE_BYTES]
-            if slot is not None:
-                piece = scratch[: len(piece)]
-            _receive_into(connection, piece, deadline)
-            computed.update(piece)
-            if slot is not None:
-                slot.write(self._table.start(index) + at, piece)
-        return computed.digest()
 
 
 # ---- connections -------------------------------------------------------------------------------------
@@ -433,16 +422,16 @@ def _verify_proof(connection: socket.socket, key: bytes, role: bytes, nonces: by
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     """Receive a few bytes, which arrive in one piece from an authenticated peer."""
     data = bytearray(size)
-    _receive_into(connection, memoryview(data), time.monotonic() + BLOCK_TIMEOUT_S)
+    _receive_into(connection, memoryview(data))
     return bytes(data)
 
 
-def _receive_into(connection: socket.socket, target: memoryview, deadline: float) -> None:
-    """Fill ``target``; raise OSError if the peer closes, is silent, or sends beyond the ``deadline``."""
-    received = 0
+def _receive_into(connection: socket.socket, target: memoryview) -> None:
+    """Fill ``target``; raise OSError if the peer closes, or is silent or slow."""
+    received, deadline = 0, time.monotonic() + BLOCK_TIMEOUT_S
     while received < len(target):
         if time.monotonic() > deadline:  # a call waits for at most `SILENCE_TIMEOUT_S` in total
-            raise TimeoutError(f"it did not send all bytes within {BLOCK_TIMEOUT_S:g} s")
+            raise TimeoutError(f"it sent {received} of {len(target)} bytes in {BLOCK_TIMEOUT_S:g} s")
         try:
             count = connection.recv_into(target[received:], 0, socket.MSG_WAITALL)
         except BlockingIOError:

@@ -164,7 +164,7 @@ class SnapshotClient:
             connection.sendall(json.dumps(request).encode() + b"\n")
         descriptors: list[int] = []
         while b"\n" not in self._received:
-            data, received, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            data, received, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
             descriptors += received
             self._received += data
             if not data or len(self._received) > MAX_MESSAGE_BYTES:
@@ -289,9 +289,10 @@ class SlotClient:
                     record = self.control_block.slot_record(index)
                     self._slots[index, serial] = Slot(descriptor, int(answer["capacity"]), serial, record)
                 except OSError:  # the committer has ended, or this process may map no more memory
+                    return None
+                finally:
                     if descriptor >= 0:
                         os.close(descriptor)
-                    return None
             return self._slots[index, serial]
 
     def find_slot(self, snapshot_id: int) -> Slot | None:
@@ -329,8 +330,8 @@ class SlotClient:
     def acquire_slot(self, manifest: Manifest) -> Slot | None:
         """Take a slot into which a restore can bring the image of ``manifest``; None if none is free.
 
-        Only one slot is created now; creating the others would delay the transfer. Use `Slot.write` or
-        `populate`. It holds no snapshot until `finish_fill`.
+        Only one slot is created now; creating the others would delay the transfer. Populate its pages before
+        you write. It holds no snapshot until `finish_fill`.
         """
         needed = slot_memory.required_slot_bytes(manifest.file_bytes, *map(len, _encode_manifest(manifest)))
         if self.reserve(needed, is_estimate=True, all_now=False) == 0:
@@ -345,10 +346,6 @@ class SlotClient:
         slot.record.set("plan_id", 0)  # the image is about to be overwritten, with its header
         slot.watermark = 0
         return slot
-
-    def is_populated(self, slot: Slot) -> bool:
-        """Return whether all pages of the slot are mapped in this process."""
-        return (slot.index, slot.serial) in self._populated
 
     def populate(self, slot: Slot) -> None:
         """Map all pages of a slot; another thread may fill it meanwhile.

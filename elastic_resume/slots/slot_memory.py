@@ -52,12 +52,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import json
 import mmap
 import os
 import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -343,15 +343,13 @@ class Slot:
     """A slot, mapped by one process."""
 
     def __init__(self, descriptor: int, capacity: int, serial: int, record: SlotRecord) -> None:
-        """Map the slot. ``descriptor`` is closed when nothing refers to this object any more."""
+        """Map the slot; the caller keeps ``descriptor``."""
         self.index = record.index
         self.serial = serial
         self.capacity = capacity
         self.record = record
         self._map = mmap.mmap(descriptor, capacity)
         self.memory = memoryview(self._map)
-        self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
 
     @property
     def watermark(self) -> int:
@@ -442,25 +440,10 @@ class Slot:
             raise CorruptError(f"snapshot: its metadata is of {manifest.version}, its id {snapshot_id:#x}.")
         return manifest, image
 
-    def write(self, at: int, data: memoryview) -> None:
-        """Store ``data`` at byte ``at``; a store into the mapping costs twice as much in new memory.
-
-        Raises:
-            MachineError: there is not enough memory.
-
-        """
-        done = 0
-        with _raise_memory_errors():
-            while done < len(data):
-                done += os.pwrite(self.descriptor, data[done:], at + done)
-
     def populate(self) -> None:
-        """Allocate and map all pages now; see `populate_pages`."""
+        """Map all pages now; see `populate_pages`."""
         for at in range(0, self.capacity, _POPULATE_CHUNK_BYTES):
-            size = min(_POPULATE_CHUNK_BYTES, self.capacity - at)
-            with _raise_memory_errors():
-                os.posix_fallocate(self.descriptor, at, size)  # a quarter cheaper than by page faults
-            populate_pages(self.memory[at : at + size])
+            populate_pages(self.memory[at : at + _POPULATE_CHUNK_BYTES])
 
     def _static_digest(self, static: bytes) -> int:
         """Digest the header in the slot together with the static JSON."""
@@ -488,20 +471,21 @@ def populate_pages(memory: memoryview) -> None:
     if _libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) != 0:
         error = ctypes.get_errno()
         if error != errno.EINVAL:  # Linux before 5.14; the first store then maps the page
-            with _raise_memory_errors():
-                raise OSError(error, os.strerror(error))
+            raise MachineError(
+                f"this node has no memory for the state ({os.strerror(error)}): free some, or lower "
+                "ELASTIC_RESUME_SNAPSHOT_MEMORY."
+            )
 
 
-@contextlib.contextmanager
-def _raise_memory_errors() -> Iterator[None]:
-    """Turn an OSError into a MachineError."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"this node has no memory for the state ({error.strerror}): free some, or lower "
-            "ELASTIC_RESUME_SNAPSHOT_MEMORY."
-        ) from error
+@functools.cache
+def can_populate_pages() -> bool:
+    """Return whether `populate_pages` works on this kernel."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        try:
+            memory.madvise(_MADV_POPULATE_WRITE)
+        except OSError:
+            return False
+    return True
 
 
 def round_up_to_page(count: int) -> int:
@@ -524,7 +508,7 @@ def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:
 
     Allocation and sealing prevent SIGBUS: a store could otherwise hit a page that cannot be allocated or was
     truncated. /dev/shm is not used, because containers limit it to 64 MB and files in it outlive us. With
-    ``allocate`` false each writer uses `Slot.write` or `Slot.populate`.
+    ``allocate`` false each writer calls `populate_pages` first, which overlaps with its other work.
 
     Raises:
         OSError: there is not enough memory.
@@ -536,14 +520,19 @@ def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        if allocate:
-            for at in range(0, size, _POPULATE_CHUNK_BYTES):
-                os.posix_fallocate(descriptor, at, min(_POPULATE_CHUNK_BYTES, size - at))
+        if allocate or not can_populate_pages():
+            allocate_memory_file(descriptor, size)
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_GROW)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def allocate_memory_file(descriptor: int, size: int) -> None:
+    """Allocate the memory of a file of `create_memory_file`; raise OSError if there is not enough."""
+    for at in range(0, size, _POPULATE_CHUNK_BYTES):
+        os.posix_fallocate(descriptor, at, min(_POPULATE_CHUNK_BYTES, size - at))
 
 
 def merge_state(

@@ -60,6 +60,7 @@ def describe_budget(
 
 @dataclass
 class _OwnedSlot:
+    descriptor: int
     slot: Slot
     pins: Counter[str] = field(default_factory=Counter)  # field of the record -> number of pins
 
@@ -109,7 +110,7 @@ class SlotPool:
 
         Small slots are created and allocated at once. Of large ones, one is created now and the others in the
         background. With ``all_now`` false, an existing slot is enough. Otherwise one large slot is created
-        whose memory its writer allocates while it fills the slot.
+        whose memory is allocated in the background; its writer populates the pages that it is about to fill.
         """
         if not all_now and (count := self._count_fitting(nbytes)):
             return count
@@ -123,7 +124,7 @@ class SlotPool:
         """Return the slot's file descriptor; None if that slot no longer exists."""
         with self._lock:
             owned = self._owned.get(index)
-            return owned.slot.descriptor if owned is not None and owned.slot.serial == serial else None
+            return owned.descriptor if owned is not None and owned.slot.serial == serial else None
 
     @contextlib.contextmanager
     def pin(self, state: SlotState, *, hard: bool = True) -> Iterator[Slot | None]:
@@ -239,13 +240,31 @@ class SlotPool:
         with self._lock:
             self._last_serial += 1
             record = self.control_block.slot_record(index)
-            self._owned[index] = _OwnedSlot(Slot(descriptor, capacity, self._last_serial, record))
+            self._owned[index] = _OwnedSlot(descriptor, Slot(descriptor, capacity, self._last_serial, record))
             record.set("serial", self._last_serial)  # what the old slot held no longer counts
             record.set("committed", 0)
             record.set("capacity", capacity)
+        if not allocate:
+            # Not left to the writer alone: allocating here is a quarter cheaper than by page faults there.
+            threading.Thread(
+                target=_allocate_slot,
+                args=(os.dup(descriptor), capacity),
+                name="elastic-resume-allocate",
+                daemon=True,
+            ).start()
         return True
 
     def _drop_slot(self, index: int) -> None:
         with self._lock:
             self.control_block.slot_record(index).set("capacity", 0)
-            self._owned.pop(index, None)
+            owned = self._owned.pop(index, None)
+            if owned is not None:
+                os.close(owned.descriptor)
+
+
+def _allocate_slot(descriptor: int, capacity: int) -> None:
+    try:
+        with contextlib.suppress(OSError):  # the writer's own populating reports it
+            slot_memory.allocate_memory_file(descriptor, capacity)
+    finally:
+        os.close(descriptor)

@@ -290,6 +290,7 @@ def test_worker_maps_committers_memory(fixture: CommitterFixture, client: Snapsh
     serial = control.slot_record(0).get("serial")
     answer, descriptor = client.call("slot", index=0, serial=serial)
     slot = Slot(descriptor, answer["capacity"], serial, control.slot_record(0))
+    os.close(descriptor)
     snapshot_id = write_snapshot(slot, 3, commit_requested=True)
     client.send("request_commit", snapshot_id=snapshot_id)
     wait_until(lambda: fixture.committed_names() == [checkpoint_name(1, 3)])

@@ -7,7 +7,6 @@ runs at a time. The memory model is sequential consistency; `slot_memory.barrier
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
@@ -146,8 +145,7 @@ class SharedNode:
         owned = self.pool._owned.get(state.index)  # without the lock, whose owner may be paused
         if owned is None or owned.slot.serial != state.serial:
             return None
-        descriptor = os.dup(owned.slot.descriptor)
-        return Slot(descriptor, state.capacity, state.serial, self.control.slot_record(state.index))
+        return Slot(owned.descriptor, state.capacity, state.serial, self.control.slot_record(state.index))
 
     def read_slots(self) -> list[SlotState]:
         """Read the slots' states at one moment: each word may change before a decision is carried out."""

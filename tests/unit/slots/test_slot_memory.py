@@ -24,6 +24,7 @@ from elastic_resume.slots import slot_memory, slot_pool
 from elastic_resume.slots.slot_memory import ControlBlock, SlotState, decode_snapshot_id, encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
 from elastic_resume.units import format_bytes
+from tests.support.processes import wait_for
 from tests.support.rendezvous_nodes import wait_until
 
 BYTES = 4096
@@ -209,25 +210,44 @@ def test_larger_slots_are_created_one_by_one_if_memory_is_scarce(pool: SlotPool)
     assert capacities(pool) == [5, 5]
 
 
-def test_large_slot_for_transfer_gets_memory_from_its_writer(
+def test_large_slot_for_transfer_gets_memory_after_its_creation(
     pool: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write allocates its pages alone, and can be read in the mapping."""
+    """A thread allocates it, and its writer populates it. On an older kernel it has its memory at once."""
     monkeypatch.setattr(slot_memory, "SMALL_SLOT_BYTES", BYTES)
-    pool.reserve(3 * BYTES, all_now=False)
-    slot = pool._owned[0].slot
+    allocate, reserved = slot_memory.allocate_memory_file, threading.Event()
 
-    def allocated_pages() -> int:
-        return os.fstat(slot.descriptor).st_blocks * 512 // BYTES
+    def allocate_later(descriptor: int, size: int) -> None:
+        if slot_memory.can_populate_pages():
+            assert reserved.wait(30)
+        allocate(descriptor, size)
 
-    assert allocated_pages() == 0
-    slot.write(2 * BYTES - 1, memoryview(b"ab"))
-    assert bytes(slot.memory[2 * BYTES - 1 : 2 * BYTES + 1]) == b"ab"
-    assert allocated_pages() == 2
+    monkeypatch.setattr(slot_memory, "allocate_memory_file", allocate_later)
+
+    def allocated_pages(capacity: int) -> list[int]:
+        found = [state for state in pool.control_block.read_slots() if state.capacity == capacity]
+        descriptors = [pool.slot_descriptor(state.index, state.serial) for state in found]
+        return [os.fstat(d).st_blocks * 512 // BYTES for d in descriptors if d is not None]
+
+    pool.reserve(2 * BYTES, all_now=False)
+    assert allocated_pages(2 * BYTES) == [0]
+    state = pool.control_block.read_slots()[0]
+    descriptor = pool.slot_descriptor(state.index, state.serial)
+    assert descriptor is not None
+    slot = slot_memory.Slot(
+        descriptor, state.capacity, state.serial, pool.control_block.slot_record(state.index)
+    )
+    slot_memory.populate_pages(slot.memory[:1])
+    assert allocated_pages(2 * BYTES) == [1]
     slot.populate()
-    assert allocated_pages() == 3
-    with pytest.raises(MachineError, match="no memory for the state"):
-        slot.write(3 * BYTES, memoryview(b"x"))  # the seal refuses it, as the kernel does without memory
+    assert allocated_pages(2 * BYTES) == [2]
+    pool.reserve(4 * BYTES, all_now=False)
+    assert allocated_pages(4 * BYTES) == [0]
+    reserved.set()
+    wait_for(lambda: allocated_pages(4 * BYTES) == [4], "the slot's memory")
+    monkeypatch.setattr(slot_memory, "can_populate_pages", lambda: False)
+    pool.reserve(5 * BYTES, all_now=False)
+    assert allocated_pages(5 * BYTES) == [5]
 
 
 def test_populating_pages_without_memory_raises_machine_error() -> None:
