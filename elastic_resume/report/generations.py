@@ -402,8 +402,8 @@ def _find_end(record: _GenerationRecord, *, is_last: bool) -> GenerationEnd:
         expired = _list_expired_leases(record)
         if expired and all(failure.is_secondary for failure in causes):
             # Such a node reports no failure; what its peers report are the connections that it broke.
-            nodes, reason = [node for node, _ in expired], expired[0][1]
-            text = f"on {_name_nodes(nodes)} {describe_reason(reason)}"
+            nodes = [node for node, _ in expired]
+            text = f"on {_name_nodes(nodes)} {describe_reason(expired[0][1])}"
             return GenerationEnd(
                 UNKNOWN, text, nodes[0], secondary_failures=_describe_all([*causes, *secondary])
             )
