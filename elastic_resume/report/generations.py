@@ -404,6 +404,14 @@ def _find_end(record: _GenerationRecord, *, is_last: bool) -> GenerationEnd:
             # Agents stop their workers one after another, so a join leaves secondary failures only.
             text = f"{_name_nodes(joined)} joined" if joined else "nodes joined and left again"
             return GenerationEnd(JOINED, text, secondary_failures=_describe_all([*causes, *secondary]))
+        expired = _list_expired_leases(record)
+        if expired and all(failure.is_secondary for failure in causes):
+            # Such a node reports no failure; what its peers report are the connections that it broke.
+            nodes = [node for node, _ in expired]
+            text = f"on {_name_nodes(nodes)} {describe_reason(expired[0][1])}"
+            return GenerationEnd(
+                UNKNOWN, text, nodes[0], secondary_failures=_describe_all([*causes, *secondary])
+            )
         if causes:
             return _failure_end(causes, secondary)
     if record.is_finished or any(_outcome(end) == "done" for end in record.agent_ends.values()):
@@ -422,6 +430,16 @@ def _choose_verdict(record: _GenerationRecord) -> ParsedEvent | None:
         verdict for verdict in verdicts if verdict.node in ends and _outcome(ends[verdict.node]) == "failed"
     ]
     return max(decisive, key=lambda verdict: len(verdict.get_facts("root_causes")), default=None)
+
+
+def _list_expired_leases(record: _GenerationRecord) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the nodes whose workers ended with their lease, and the reason that each recorded."""
+    reasons = [(node, verdict.raw.get("reason")) for node, verdict in sorted(record.verdicts.items())]
+    return [
+        (node, reason)
+        for node, reason in reasons
+        if isinstance(reason, Mapping) and fact_kind(reason.get("end")) == ViewEnd.LEASE_EXPIRED.value
+    ]
 
 
 def _outcome(agent_end: ParsedEvent) -> str:

@@ -22,6 +22,7 @@ from elastic_resume.policy.reasons import (
     NodeLost,
     Signalled,
     ViewEnd,
+    ViewEndOf,
     ViewEndReason,
     VotesMissing,
     WorkersStopped,
@@ -235,6 +236,19 @@ def job_killed() -> Job:
     job = Job().begun()
     job.agents(3700, "n0", "n1", "n2")
     job.begin(3710, 8, "n0", "n1", "n2", recomputed_steps=3)
+    return job
+
+
+def lease_expired() -> Job:
+    """Let the lease of n1 expire while its agent is paused: its peers' connections break."""
+    job = Job().begun()
+    job.exit(110.2, 1, signal="SIGKILL", stopped=True, lease_expired=True)
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.exit(110.4, 0, code=1)
+    job.stop(110.5, 2)
+    job.begin(112, 10, "n0", "n1", "n2")
+    own = next(event for event in job.events if event["event"] == "verdict" and event["node"] == "n1")
+    own["reason"] = to_json(ViewEndOf(ViewEnd.LEASE_EXPIRED, ("n0",)))
     return job
 
 

@@ -37,6 +37,7 @@ from tests.support.report_runs import (
     job_lost_its_power,
     job_stopped,
     killed,
+    lease_expired,
     newcomers_left_again,
     node_killed,
     node_killed_and_wiped,
@@ -48,6 +49,8 @@ from tests.support.report_runs import (
     worker_killed,
 )
 
+NO_LEASE = "on node n1 the lease expired: no message from the leader n0"
+
 
 @pytest.mark.parametrize(
     ("story", "expected", "first", "price"),
@@ -57,6 +60,7 @@ from tests.support.report_runs import (
         (node_killed_and_wiped, ("node-lost", "node n2 died"), ("n2", None), (2, 4.9)),
         (exception, ("exception", f"{NAN_2}: ValueError: loss is nan"), ("n2", 2), (1, 4.6)),
         (node_returns, ("joined", "node n2 joined"), ("", None), (1, 2.5)),
+        (lease_expired, ("unknown", NO_LEASE), ("n1", None), (1, 2.2)),
         (newcomers_left_again, ("joined", "nodes joined and left again"), ("", None), (0, 2.4)),
         (job_killed, ("job", "whole job killed"), ("", None), (3, 3600.5)),
         (job_lost_its_power, ("job", "whole job killed"), ("", None), (4, 3600.5)),
