@@ -1,9 +1,9 @@
 """Train in a restartable function; in each call tell the test what this process holds.
 
-``survivor.py SOCKET COMPILE``: SOCKET is a unix socket of the test. It gets two connections: one takes the
+``survivor.py SOCKET [COMPILE]``: SOCKET is a unix socket of the test. It gets two connections: one takes the
 place of the socket to the supervisor, and one gets a line of JSON for each call, and for its second step.
 COMPILE says what is compiled: ``above`` the model, above `er.resume`; ``function`` the model, in the
-function; ``ddp`` what `run.ddp` returns; ``nothing``.
+function; ``ddp`` what `run.ddp` returns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def connect() -> socket.socket:
 faulthandler.enable()  # torch's threads may fail in C++
 os.environ[constants.ENV_SUPERVISOR_FD] = str(connect().detach())
 report = connect().makefile("w")
-wanted = sys.argv[2]
+wanted = sys.argv[2] if len(sys.argv) > 2 else "above"
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
@@ -72,15 +73,17 @@ def measure() -> dict[str, Any]:
     """Return what this process holds."""
     gc.collect()
     memory = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    types = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+    private = [line for line in memory if line.startswith("Private_")]
     return {
         "descriptors": list_open(),
-        "threads": len(list(Path("/proc/self/task").iterdir())),
-        "memory": sum(int(line.split()[1]) << 10 for line in memory if line.startswith("Private_")),
-        "maps": Path("/proc/self/maps").read_text().count("memfd:"),
-        "objects": types,
-        "hooks": count_hooks(),
-        "signals": {int(number): str(signal.getsignal(number)).split(" at ")[0] for number in signal.Signals},
+        "counts": {
+            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "mapped slots": Path("/proc/self/maps").read_text().count("memfd:"),
+            "hooks": count_hooks(),
+        },
+        "memory": sum(int(line.split()[1]) << 10 for line in private),
+        "objects": Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects()),
+        "signals": [str(signal.getsignal(number)).split(" at ")[0] for number in signal.Signals],
         "compiled": {name: dict(counters[name]) for name in ("stats", "frames")},
     }
 
@@ -102,6 +105,7 @@ def train() -> None:
             steps += 1
             if steps == 2:
                 print(json.dumps({"step": run.position.step}), file=report, flush=True)
+                threading.Event().wait()  # until the world changes
 
 
 train()

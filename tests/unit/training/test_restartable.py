@@ -30,6 +30,7 @@ class Connections(GroupConnections):
         self._cut = cut
 
     def cut(self) -> None:
+        """Do it."""
         self._cut()
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+import pytest
+
+from elastic_resume import constants
 from elastic_resume.policy.failure_classification import GPU, classify_failures
 from elastic_resume.training import worker_exit
 
@@ -37,3 +43,20 @@ def test_error_that_is_only_quoted_is_not_reported() -> None:
     fields = worker_exit._describe_error(ValueError(f"rank 3 failed: {ECC}"), None)
     (failure,) = classify_failures([{"t": 1.0, "event": "failure", "rank": 0, **fields}], "a")
     assert (failure.kind, failure.gpu_error) == ("exception", None)
+
+
+def test_next_generation_takes_sigterm_from_one_that_failed_at_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failed generation restores no handler; a drain must reach the one that trains."""
+    monkeypatch.setenv(constants.ENV_AGENT_PID, str(os.getpid()))
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        worker_exit.DrainRequest()
+        current = worker_exit.DrainRequest()
+        signal.raise_signal(signal.SIGTERM)
+        assert current.requested
+    finally:
+        worker_exit.DrainRequest.current = None
+        signal.signal(signal.SIGTERM, before)
