@@ -118,7 +118,7 @@ def main() -> None:
 
     # When another worker dies, this process stays, and calls the function again: docs/guides/in-process.md.
     @run.restartable
-    def train() -> None:
+    def train_model() -> None:
         ddp = run.ddp(model)
         for epoch in run.epochs(args.epochs):
             for (rows,) in loader:
@@ -134,7 +134,7 @@ def main() -> None:
             if run.rank == 0:
                 print(f"epoch {epoch + 1}: {bits:.3f} bits per character", flush=True)
 
-    train()
+    train_model()
     bits = bits_per_character(model, test, device)
     if run.rank == 0:
         print(f"{bits:.3f} bits per character", flush=True)

@@ -88,8 +88,10 @@ class CarriedMetrics(RankState):
         rank, world_size = read_rank_and_world_size()
         row = rows[rank] if len(rows) == world_size else fold_rows(rows, rank, world_size)
         trainer, device = self._trainer, self._trainer.strategy.root_device
+        # A process that outlives a change has results of a later step, perhaps of a validation.
+        trainer._logger_connector.reset_results()  # noqa: SLF001
         results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
-        results.clear()  # a process that outlives a change has those of a later step
+        results.clear()
         for key, saved in row["results"].items():
             results[key] = self._make_result(saved).to(device)
         for part, values in row["shown"].items():

@@ -9,6 +9,8 @@ them where Lightning has no callback. It extends these methods of DDPStrategy:
   and lets DDP's buffers follow rank 0;
 - ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection;
 - ``on_train_start`` records that the training loop ran;
+- ``setup_distributed``, ``configure_ddp``, ``barrier`` and ``broadcast``: with ``restartable=True`` ranks meet in
+  `er.resume`, and the fit loop is the restartable function;
 - ``parallel_devices``, ``num_nodes`` and ``distributed_sampler_kwargs`` follow the launcher's world.
 
 It wraps these methods of Lightning's objects (`_replace`), for the reason given:
@@ -88,7 +90,10 @@ _REFUSED_CALLBACKS = {
 }
 # Methods and properties that are extended or called, with their parameters.
 _METHODS = {
-    "strategies.ddp.DDPStrategy": ("setup trainer", "distributed_sampler_kwargs", "num_nodes"),
+    "strategies.ddp.DDPStrategy": (
+        *("setup trainer", "distributed_sampler_kwargs", "num_nodes"),
+        *("setup_distributed", "set_world_ranks", "configure_ddp", "barrier", "broadcast obj src"),
+    ),
     "strategies.strategy.Strategy": (
         "process_dataloader dataloader",
         "backward closure_loss optimizer args kwargs",
