@@ -185,7 +185,8 @@ def draw_lives(axes: Axes, y: int, lives: list[dict[str, Any]], end: float, them
         elif following["pid"] == life["pid"]:
             spans.append((theme["other"], life["end"], following["born"]))
         for color, start, stop in spans:
-            axes.barh(y, stop - start, 0.6, left=start, color=color, edgecolor=color, lw=0.6)  # no seams
+            if stop > start:
+                axes.barh(y, stop - start, 0.6, left=start, color=color, ec=color, lw=0.6)  # no seams
 
 
 def finish(axes: Axes, theme: dict[str, str]) -> None:
