@@ -76,7 +76,7 @@ def start_store() -> dist.TCPStore:
 class World:
     """Two workers of one node, in one generation after the other."""
 
-    def __init__(self, server: SnapshotServer, directory: Path, *words: str) -> None:
+    def __init__(self, server: SnapshotServer, directory: Path) -> None:
         self._server = server
         self._directory = directory
         self._store = start_store()
@@ -87,7 +87,7 @@ class World:
             listener.listen(4)
             listener.settimeout(60)
             for rank in range(2):
-                script = [str(SCRIPTS / "survivor.py"), str(directory / "socket"), *words]
+                script = [str(SCRIPTS / "survivor.py"), str(directory / "socket")]
                 output = directory / f"rank{rank}"
                 self._processes.append(launch_ranks.start_rank(output, self._environ(rank, 1), script))
                 self.workers.append(Worker(listener, output.with_suffix(".err")))

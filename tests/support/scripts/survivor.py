@@ -1,9 +1,7 @@
 """Train in a restartable function; in each call tell the test what this process holds.
 
-``survivor.py SOCKET [COMPILE]``: SOCKET is a unix socket of the test. It gets two connections: one takes the
-place of the socket to the supervisor, and one gets a line of JSON for each call, and for its second step.
-COMPILE says what is compiled: ``above`` the model, above `er.resume`; ``function`` the model, in the
-function; ``ddp`` what `run.ddp` returns.
+``survivor.py SOCKET``: SOCKET is a unix socket of the test. It gets two connections: one takes the place
+of the socket to the supervisor, and one gets a line of JSON for each call, and for its second step.
 """
 
 from __future__ import annotations
@@ -41,11 +39,10 @@ def connect() -> socket.socket:
 faulthandler.enable()  # torch's threads may fail in C++
 os.environ[constants.ENV_SUPERVISOR_FD] = str(connect().detach())
 report = connect().makefile("w")
-wanted = sys.argv[2] if len(sys.argv) > 2 else "above"
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-compiled = torch.compile(model, backend="eager") if wanted == "above" else model
+compiled = torch.compile(model, backend="eager")
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
 batches = er.GlobalBatches(480, 12)
@@ -92,8 +89,7 @@ def measure() -> dict[str, Any]:
 def train() -> None:
     """Train until the world changes."""
     print(json.dumps({"call": measure()}), file=report, flush=True)
-    ddp = run.ddp(torch.compile(model, backend="eager") if wanted == "function" else compiled)
-    ddp = torch.compile(ddp, backend="eager") if wanted == "ddp" else ddp
+    ddp = run.ddp(compiled)
     steps = 0
     for _ in run.epochs(1000000):
         for (inputs,) in loader:
