@@ -18,7 +18,7 @@ import pytest
 from elastic_resume.testing import Cluster
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
-from tests.support.scripts.planned_kills import MOMENTS
+from tests.support.scripts.planned_kills import MOMENTS, SURVIVOR_MOMENTS
 
 pytestmark = pytest.mark.cluster
 
@@ -41,23 +41,31 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def plan_of(seed: int) -> list[dict[str, Any]]:
     """Plan a kill every few steps, each moment in turn. Most kill a worker, which restarts quickly."""
     rng = random.Random(seed)
-    return [
-        {
-            "step": GAP * (number + 1) + rng.randrange(2),
-            "rank": rng.randrange(3),
-            "moment": MOMENTS[number % (len(MOMENTS) - 1)],
-            "who": rng.choice(["worker", "worker", "worker", "agent", "node"]),
-        }
-        for number in range(KILLS)
-    ]
+    moments = [(moment, part) for part, found in enumerate(MOMENTS) for moment in found]
+    rng.shuffle(moments)
+    plan = []
+    for number in range(KILLS):
+        moment, part = moments[number % len(moments)]
+        plan.append(
+            {
+                "step": GAP * (number + 1) + rng.randrange(2),
+                "rank": rng.randrange(3),
+                "moment": moment,
+                "survivors": rng.choice([*SURVIVOR_MOMENTS[part], ""]),
+                "who": rng.choice(["worker", "worker", "worker", "agent", "node"]),
+            }
+        )
+    return plan
 
 
-def run(cluster: Cluster, plan: list[dict[str, Any]], name: str) -> Path:
+def run(cluster: Cluster, plan: list[dict[str, Any]], name: str, *words: str) -> Path:
     """Run the job to its end, and restart nodes that end; return its step log."""
     kept = cluster.directory / name
     kept.mkdir()
     (kept / "plan.json").write_text(json.dumps(plan))
-    cluster.start(SCRIPT, "--step-log", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS))
+    cluster.start(
+        SCRIPT, "--step-log", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS), *words
+    )
 
     def ended() -> bool:
         for index, node in enumerate(cluster.nodes):
@@ -95,7 +103,7 @@ def finished_by_all(kept: Path) -> dict[int, list[int]]:
     for path in kept.glob("g*-r*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            ranks[entry["step"], entry["generation"]].add(path.stem.rpartition("-r")[2])
+            ranks[entry["step"], entry["generation"]].add(path.stem.split("-")[1])
     steps = defaultdict(list)
     for (step, generation), who in sorted(ranks.items()):
         if len(who) == 3:
@@ -103,11 +111,18 @@ def finished_by_all(kept: Path) -> dict[int, list[int]]:
     return steps
 
 
-def test_no_finished_step_is_recomputed(cluster: Cluster, tmp_path: Path) -> None:
-    """The end state is bit-identical to that of an undisturbed run."""
+@pytest.mark.parametrize("words", [(), ("--restartable",)], ids=["restart", "in-process"])
+def test_no_finished_step_is_recomputed(cluster: Cluster, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """The end state is bit-identical to that of an undisturbed run.
+
+    In a restartable function all processes but those that were killed stay.
+    """
     plan = plan_of(SEED)
-    kept = run(cluster, plan, "step_log")
+    kept = run(cluster, plan, "step_log", *words)
     assert len(list(kept.glob("done-*"))) == len(plan)
     repeated = {step: found for step, found in finished_by_all(kept).items() if len(found) > 1}
     assert not repeated, (repeated, plan)
+    processes = len({path.stem.split("-")[2] for path in kept.glob("g*-r*.jsonl")})
+    if words:
+        assert processes == 3 + len(plan), (plan, cluster.output_tails())
     assert digest(train_undisturbed(tmp_path / "undisturbed")) == digest(kept)
