@@ -9,8 +9,8 @@ them where Lightning has no callback. It extends these methods of DDPStrategy:
   and lets DDP's buffers follow rank 0;
 - ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection;
 - ``on_train_start`` records that the training loop ran;
-- ``setup_distributed``, ``configure_ddp``, ``barrier`` and ``broadcast``: with ``restartable=True`` ranks meet in
-  `er.resume`, and the fit loop is the restartable function;
+- ``setup_distributed``, ``configure_ddp``, ``barrier`` and ``broadcast``: with ``restartable=True`` ranks
+  meet in `er.resume`, and the fit loop is the restartable function;
 - ``parallel_devices``, ``num_nodes`` and ``distributed_sampler_kwargs`` follow the launcher's world.
 
 It wraps these methods of Lightning's objects (`_replace`), for the reason given:

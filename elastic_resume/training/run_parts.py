@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,9 @@ def restore_parts(
     def before_batch(first: bool) -> None:
         random_numbers.before_batch(progress.position.step, first=first)
 
-    if batches is not None:
-        batches.bind(collectives.rank, collectives.size, before_batch, policy=options.on_world_change)
-    stream = objects.get(coordinator.DATA)
-    stream = stream if isinstance(stream, ShardedStream) else None
-    if stream is not None:
-        stream.bind(collectives, before_batch, lambda: heartbeat.end_epoch(progress.position.step))
+    stream = _bind_data(
+        arguments, collectives, before_batch, lambda: heartbeat.end_epoch(progress.position.step)
+    )
     # Another generation may follow, or a later cell of a notebook that calls resume again.
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(context.events.close)
@@ -155,6 +153,23 @@ def restore_parts(
         result,
         state_bytes,
     )
+
+
+def _bind_data(
+    arguments: RunArguments,
+    collectives: Collectives,
+    before_batch: Callable[[bool], None],
+    after_last_batch: Callable[[], None],
+) -> ShardedStream | None:
+    """Bind the order of samples to this rank; return it if it is a stream."""
+    if arguments.batches is not None:
+        policy = arguments.options.on_world_change
+        arguments.batches.bind(collectives.rank, collectives.size, before_batch, policy=policy)
+    stream = arguments.objects.get(coordinator.DATA)
+    if not isinstance(stream, ShardedStream):
+        return None
+    stream.bind(collectives, before_batch, after_last_batch)
+    return stream
 
 
 def _open_page_and_share_seed(context: RankContext, node_dir: NodeDir) -> tuple[ProgressPage, int]:

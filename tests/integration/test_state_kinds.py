@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
@@ -42,7 +43,7 @@ def test_every_kind_of_model_resumes_bit_for_bit(tmp_path: Path) -> None:
     Ranks and both halves of the run have different seeds, so equal values were synchronised or loaded.
     """
     results = []
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -11,12 +11,12 @@ import os
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic_resume import constants
 from elastic_resume.slots.ipc import SnapshotServer
@@ -68,9 +68,9 @@ class Worker:
             each.close()
 
 
-def start_store() -> dist.TCPStore:
+def start_store() -> TCPStore:
     """Start the store of a generation, as the agent does."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class World:
@@ -140,7 +140,7 @@ def measure_calls(world: World, changes: int) -> Iterator[list[Any]]:
             world.change(generation)
 
 
-def list_growth(calls: list[dict[str, Any]], name: str) -> dict[str, int]:
+def list_growth(calls: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
     """Return what one process holds at last more of than ever in its first ten generations."""
     most = Counter[str]()
     for call in calls[:FIRST]:

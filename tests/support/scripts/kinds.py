@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
@@ -468,7 +469,7 @@ def main(directory: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # a function hides the module
     create = rendezvous._create_c10d_store
-    rendezvous._create_c10d_store = lambda *args: dist.PrefixStore(
+    rendezvous._create_c10d_store = lambda *args: PrefixStore(
         os.environ["TORCHELASTIC_RESTART_COUNT"], create(*args)
     )
     supervisor = Supervisor()
