@@ -26,6 +26,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -33,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import dataloader
 
 from elastic_resume.errors import ElasticResumeError, UsageError, WorldChanged
 from elastic_resume.ranks.group_connections import GroupConnections
@@ -48,6 +51,17 @@ INTERRUPT_SIGNAL = STACKS_SIGNAL + 1
 # A worker's death is known to its peers before the end of the generation is.
 WORLD_END_WAIT_S = 2.0
 SECOND_INTERRUPT_S = 1.0  # the script may have swallowed the first one
+POSTPONED_S = 0.005
+# Left in their middle, they would leave the rest of a message in a pipe: a DataLoader's persistent workers
+# could not be used again.
+UNBROKEN = frozenset(
+    getattr(owner, name).__code__
+    for owner, name in (
+        (Connection, "_recv_bytes"),
+        (getattr(dataloader, "_MultiProcessingDataLoaderIter", None), "_reset"),
+    )
+    if hasattr(owner, name)
+)
 GPU_CHECK_TIMEOUT_S = 1.0
 
 
@@ -59,6 +73,9 @@ class Interrupter:
         self._is_armed = False
         self._depth = 0
         self._is_pending = False
+        self.is_postponed = False
+        """Whether the last signal came in a call of `UNBROKEN`, and has to be sent again."""
+        self._must_break = False
 
     def install(self) -> None:
         """Handle the signal from now on. Call it in the main thread."""
@@ -85,18 +102,27 @@ class Interrupter:
         if self._is_pending and not self._depth and self._is_armed:
             raise WorldChanged
 
-    def interrupt(self) -> None:
-        """Raise in the main thread, from another thread. The signal ends a blocking system call."""
+    def interrupt(self, *, must_break: bool = False) -> None:
+        """Raise in the main thread, from another thread. The signal ends a blocking system call.
+
+        ``must_break`` ends a call of `UNBROKEN` too.
+        """
+        self.is_postponed, self._must_break = False, must_break
         if self._is_armed:
             signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT_SIGNAL)
 
-    def _handle(self, number: int, frame: object) -> None:
-        del number, frame
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del number
         if not self._is_armed or os.getpid() != self._pid:
             return
         if self._depth:
             self._is_pending = True
             return
+        while frame is not None and not self._must_break:
+            if frame.f_code in UNBROKEN:
+                self.is_postponed = True
+                return
+            frame = frame.f_back
         raise WorldChanged
 
 
@@ -199,9 +225,14 @@ class RestartableCall:
         """Free the main thread; in the thread that reads from the supervisor."""
         self._get_connections().cut()
         self._interrupter.interrupt()
-        if not self._has_left.wait(SECOND_INTERRUPT_S):
-            self._get_connections().cut()
-            self._interrupter.interrupt()
+        limit = time.monotonic() + SECOND_INTERRUPT_S
+        while not self._has_left.wait(POSTPONED_S):
+            if time.monotonic() > limit:
+                self._get_connections().cut()
+                self._interrupter.interrupt(must_break=True)
+                return
+            if self._interrupter.is_postponed:
+                self._interrupter.interrupt()
 
     def _is_world_over(self, error: Exception) -> bool:
         """Return whether ``error`` follows from the end of the generation."""

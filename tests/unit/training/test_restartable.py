@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -149,6 +152,37 @@ def test_swallowed_interrupt_is_repeated(
         return len(cuts)
 
     assert make_call(link, cut).run(train) == 2
+
+
+def test_message_of_loader_is_read_to_its_end(supervisor: tuple[socket.socket, SupervisorLink]) -> None:
+    """The next generation reads the next message of the same pipe; both may come from persistent workers."""
+    end, link = supervisor
+    serve(end, RESUME)
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    interrupter = Interrupter()
+
+    def send_rest() -> None:
+        while not interrupter.is_postponed:
+            pass
+        os.write(writer.fileno(), b"old!")
+        writer.send_bytes(b"new")
+
+    threading.Thread(target=send_rest, daemon=True).start()
+    calls = []
+
+    def train() -> bytes:
+        calls.append(1)
+        if len(calls) == 1:
+            os.write(writer.fileno(), struct.pack("!i", 4))
+            end.sendall(b"park\n")
+            reader.recv_bytes()
+            wait_for_interrupt()
+        return bytes(reader.recv_bytes())
+
+    call = RestartableCall(
+        link, interrupter, leave=lambda: True, get_connections=lambda: Connections(lambda: None)
+    )
+    assert call.run(train) == b"new"
 
 
 def test_failing_cut_has_the_supervisor_kill_the_worker() -> None:
