@@ -222,9 +222,21 @@ def _parse_json(data: bytes | memoryview) -> Any:
         raise CorruptError(f"a rank sent bytes that are not JSON: {error}.") from error
 
 
+def _reset_group_names() -> None:
+    """Let the next default group have the name of a first one, as in a new process.
+
+    torch counts the groups of a process, and resets the count with the default group only. If that could not
+    be made, the next one would have another name than on other ranks, and they would never meet. Not public.
+    """
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if world is not None and not dist.is_initialized():
+        world.group_count = 0
+
+
 def _destroy_process_groups(groups: list[dist.ProcessGroup], destroy_default: bool) -> None:
     with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # the script may have destroyed it
         if destroy_default:
+            _reset_group_names()
             dist.destroy_process_group()
     while groups:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):

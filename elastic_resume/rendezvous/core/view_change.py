@@ -144,7 +144,9 @@ class ViewChange:
             and not self.is_cut_off(incarnation, running_view)
         ):
             delay_s = self.state.settings.scale_up_delay_s
-            ready_at = max(self.last_arrival_at + delay_s, self.backoff.wait_until(incarnation))
+            # Workers of a view that has just started would leave it before they have all met.
+            newest = max(self.last_arrival_at, self.started_at)
+            ready_at = max(newest + delay_s, self.backoff.wait_until(incarnation))
             self.scale_up_at = min(self.scale_up_at, max(self.state.now, ready_at))
 
     def advance(self) -> None:
@@ -449,7 +451,7 @@ class ViewChange:
             self.unreachable_nodes[node] -= names  # their workers try again
         if has_room and late:
             ready_at = min(self.backoff.wait_until(node) for node in late)
-            self.scale_up_at = max(ready_at, self.last_arrival_at + self.state.settings.scale_up_delay_s)
+            self.scale_up_at = max(ready_at, self.state.now + self.state.settings.scale_up_delay_s)
 
     def next_deadline(self) -> float:
         """Return when to advance next."""

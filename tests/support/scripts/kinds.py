@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
@@ -299,6 +299,9 @@ def spectral(layer: nn.Module) -> nn.Module:
 KINDS = {
     "plain": Kind(),
     "bucket views": Kind(ddp={"gradient_as_bucket_view": True}),
+    "fused": Kind(optimizer=lambda parameters: torch.optim.AdamW(parameters, 0.01, fused=True)),
+    "momentum": Kind(optimizer=lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, foreach=True)),
+    "checkpointed": Kind(net=Checkpointed),
     "unused and frozen": Kind(net=Spare, ddp={"find_unused_parameters": True}),
     "static graph": Kind(ddp={"static_graph": True}, can_stay=False),
     "static graph, unused": Kind(net=Spare, ddp={"static_graph": True}, can_stay=False),

@@ -26,11 +26,12 @@ from elastic_resume.state import state_dict
 
 # Between two lines all ranks wait for each other.
 MOMENTS = (
-    ("loading", "evaluation", "forward", "backward"),
+    ("loading", "evaluation", "forward"),
+    ("backward",),
     ("optimizer", "stepped"),
     ("step", "told", "copying", "copied", "confirmed"),
 )
-SURVIVOR_MOMENTS = (("loading", "evaluation", "forward", "backward"), ("optimizer", "stepped"), ("told",))
+SURVIVOR_MOMENTS = (*MOMENTS[:-1], ("told",))
 
 
 class PlannedKills:
