@@ -1,9 +1,9 @@
-"""Touch the memory that a restore will need, in a worker that waits for its turn.
+"""Touch the memory that a restore will need, in a standby, which has time for it.
 
-The first touch of memory costs as much as all else of a restore. A node that comes back empty touches new
-memory twice: its slot, and its optimizers' state. `prepare` touches both before the restore. A worker that
-has trained has touched its optimizers' state already, and `prepare` returns those tensors. A wrong estimate
-of the size is not an error: the restore takes new memory, and frees the other.
+The first touch of memory costs as much as the rest of a restore. A node that comes back empty touches new
+memory twice: its slot, and its optimizers' state. `prepare` touches both before the restore. If optimizers
+have state already, `prepare` returns those tensors. If the estimated size is wrong, the restore allocates new
+memory.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INTERRUPT_SIGNAL = STACKS_SIGNAL + 1
-# A worker's death is known to its peers before the end of the generation is.
+# A broken connection reaches the peers before their agents end the generation.
 WORLD_END_WAIT_S = 2.0
 SECOND_INTERRUPT_S = 1.0  # the script may have swallowed the first one
 POSTPONED_S = 0.005
@@ -127,7 +127,7 @@ class Interrupter:
 
 
 class ScriptState:
-    """What a script may change in tracked objects and no checkpoint holds, as it is when training begins.
+    """Keep the state of tracked objects that no checkpoint holds, as it was at the function's first call.
 
     These are the train flags of modules, ``requires_grad``, and buffers that are not persistent. An exception
     at the entry of ``torch.no_grad()`` may also leave gradients off.
@@ -140,12 +140,17 @@ class ScriptState:
         self._is_grad_enabled = torch.is_grad_enabled()
         self._training = [(module, module.training) for module in modules]
         self._requires_grad = [(p, p.requires_grad) for model in models for p in model.parameters()]
-        self._buffers: list[tuple[Tensor, Tensor]] = [
-            (buffer, buffer.detach().clone())
+        self._modes = _read_modes()
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = [
+            (module, name, buffer, buffer.detach().clone())
             for module in modules
             for name, buffer in module._buffers.items()  # noqa: SLF001  named_buffers() has the others too
             if buffer is not None and name in module._non_persistent_buffers_set  # noqa: SLF001
         ]
+
+    def has_same_modes(self) -> bool:
+        """Return whether autocast and inference mode are as they were: an exception may leave them on."""
+        return _read_modes() == self._modes
 
     def reset(self) -> None:
         """Set all of it back, and drop gradients and what a GradScaler knows of an unfinished step."""
@@ -156,14 +161,22 @@ class ScriptState:
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for module, name, buffer, value in self._buffers:
                 buffer.copy_(value)
+                setattr(module, name, buffer)  # forward() may have replaced it
         for item in self._tracked.values():
             if isinstance(item, Optimizer):
                 item.zero_grad(set_to_none=True)
             unfinished = getattr(item, "_per_optimizer_states", None)  # of a GradScaler; not public
             if isinstance(unfinished, dict):
                 unfinished.clear()
+
+
+def _read_modes() -> tuple[int | bool, ...]:
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+    return nesting, *autocast, torch.is_inference_mode_enabled()
 
 
 class RestartableCall:
@@ -174,12 +187,13 @@ class RestartableCall:
         link: SupervisorLink,
         interrupter: Interrupter,
         *,
-        leave: Callable[[], bool],
+        leave: Callable[[], str],
         get_connections: Callable[[], GroupConnections],
     ) -> None:
         """``leave`` releases all that belongs to the last generation.
 
-        It returns whether there is state to load. ``get_connections`` returns those of the current one.
+        It returns why this process can enter no other, or "". ``get_connections`` returns those of the
+        current one.
         """
         self._link = link
         self._interrupter = interrupter
@@ -213,7 +227,8 @@ class RestartableCall:
                 except Exception as error:
                     if not self._is_world_over(error):
                         raise
-                # Here no exception is alive, whose frames would keep the old DDP module.
+                # Here no exception is alive, whose frames would keep the old DDP module. A signal at the
+                # begin of `finally` skips the first disarm().
                 self._interrupter.disarm()
                 self._has_left.set()
                 self._leave_and_park()
@@ -239,20 +254,28 @@ class RestartableCall:
         drain = worker_exit.DrainRequest.current
         if drain is not None and drain.requested:
             return False
-        if self._link.is_world_over.is_set():
-            return True
         causes = [error, *worker_exit.list_causes(error)]
-        return any(isinstance(each, RuntimeError) for each in causes) and self._link.await_world_end(
-            WORLD_END_WAIT_S
-        )
+        is_from_peer = any(isinstance(each, RuntimeError) for each in causes)
+        if self._link.is_world_over.is_set():
+            if not is_from_peer:
+                logger.warning(
+                    "the world changed, and the script raised an error of its own:", exc_info=error
+                )
+            return True
+        if isinstance(error, torch.OutOfMemoryError) or not self._get_connections().groups:
+            return False
+        return is_from_peer and self._link.await_world_end(WORLD_END_WAIT_S)
 
     def _leave_and_park(self) -> None:
-        if not self._leave() or not is_gpu_alive():
-            self._await_kill()
+        if obstacle := self._leave():
+            self._await_kill(obstacle)
+        if not is_gpu_alive():
+            self._await_kill("its GPU does not answer after its collectives were aborted")
         self._link.park()
 
-    def _await_kill(self) -> NoReturn:
+    def _await_kill(self, reason: str) -> NoReturn:
         """Let the supervisor kill this process, and start a new one."""
+        logger.info(f"a new process takes the place of this one: {reason}.")
         self._link.forbid_parking()
         while True:
             time.sleep(1.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -106,6 +107,7 @@ class Run:
         self._is_restartable = False  # a restartable function runs
         self._hooks: list[Callable[[], None]] = []  # of the script, for each generation
         self._script_state: ScriptState | None = None
+        self._has_restored = False  # or has tried to: the objects may hold a part of a state
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._wrappers_checked = True  # in this generation
         if standby and link is not None:
@@ -201,11 +203,15 @@ class Run:
         name = next((name for name, item in self._tracked.items() if item is inner), None)
         wrapper = state_dict.find_parallel_wrapper(model)
         if wrapper is not None or not dist.is_initialized():
+            if self._is_restartable and getattr(wrapper, "reducer", wrapper) is None:
+                raise UsageError(
+                    "run.restartable: this DistributedDataParallel was made outside the function, for an "
+                    "earlier world: write `ddp = run.ddp(model)` in it, with the model itself."
+                )
             if name is not None and isinstance(wrapper, DistributedDataParallel):
                 self._bucket_order.prepare(name, inner, wrapper)
                 self._own_time.watch(wrapper)
-                if self._is_restartable:  # a library has made it in the function
-                    self._wrappers.add(wrapper)
+                self._wrappers.add(wrapper)
             return model
         if self._is_restartable:
             check_ddp_arguments(ddp_kwargs)
@@ -375,10 +381,15 @@ class Run:
         itself holds is lost. `WorldChanged` leaves the function. Under python and torchrun it is called once.
 
         Raises:
-            UsageError: the script has made process groups or DDP modules that would outlive their world, or
-                the call is outside the main thread.
+            UsageError: the script has made process groups or DDP modules that would outlive their world, the
+                call is outside the main thread, or the second one of this process.
 
         """
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise UsageError(
+                f"run.restartable: {function.__name__}() is a generator or a coroutine, whose body does not "
+                "run within its call: write a plain function."
+            )
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -546,7 +557,8 @@ class Run:
     @_uninterrupted
     def _enter_generation(self) -> None:
         """Join the ranks of this generation, restore the state, and begin."""
-        has_trained = self._script_state is not None
+        was_called, may_be_changed = self._script_state is not None, self._has_restored
+        self._has_restored = True
         if self._script_state is not None:
             self._script_state.reset()
         self._collectives, self._connections = None, GroupConnections()
@@ -558,12 +570,12 @@ class Run:
         context = open_context(self._collectives, self._arguments, base_hook)
         parts = restore_parts(context, self._arguments, self._tensor_pool)
         self._tensor_pool = None
-        if has_trained:
+        if may_be_changed:
             require_saved_state(parts.result.plan.kind)
         self._begin_generation(parts)
         for add in self._hooks:
             add()
-        if has_trained:
+        if was_called:
             self._begin_training()
 
     def _begin_training(self) -> None:
@@ -578,16 +590,20 @@ class Run:
             state_bytes=self._state_bytes,
         )
 
-    def _leave_generation(self) -> bool:
-        """Release all that belongs to this generation; return whether the next one finds saved state."""
-        has_state = self._closed or self._has_saved_state()
+    def _leave_generation(self) -> str:
+        """Release all that belongs to this generation; return why this process can enter no other, or ""."""
+        obstacle = ""
+        if not (self._closed or self._has_saved_state()):
+            obstacle = "no snapshot or checkpoint exists that it could load"
+        elif self._script_state is not None and not self._script_state.has_same_modes():
+            obstacle = "it was interrupted at the begin or end of an autocast or inference block"
         self._release(is_over=False)
         for wrapper in list(self._wrappers):
             release_wrapper(wrapper)
         self._wrappers.clear()
         if self._collectives is not None:
             self._collectives.leave()
-        return has_state
+        return obstacle
 
     def _has_saved_state(self) -> bool:
         """Return whether any node can hold a state of this job: this one does, or another one did."""
@@ -604,6 +620,11 @@ class Run:
         )
 
     def _check_restartable(self) -> None:
+        if self._script_state is not None:
+            raise UsageError(
+                "run.restartable: a restartable function was called before in this process. A new worker "
+                "would run the first one while the others are in the second: make one function of both."
+            )
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("run.restartable: call the function in the main thread.")
         if self._link is None or self._collectives is None:

@@ -28,10 +28,11 @@ from elastic_resume.errors import ElasticResumeError
 MAX_ENVIRONMENT_BYTES = 16 << 20
 STREAMS = 3
 # What launchers tell a worker about its place in the world; the script may have set all other variables.
-LAUNCHER_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_",
-    constants.ENV_PREFIX,
-)  # fmt: skip
+LAUNCHER_VARIABLES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", constants.ENV_PREFIX)
 
 
 class SupervisorLink:
@@ -75,10 +76,13 @@ class SupervisorLink:
         while not self._resumed.wait(1.0):  # with a limit, so that signal handlers run
             pass
         environment, self._next_environment = self._next_environment or {}, None
-        for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
-            if name not in environment:
+        for name in {*os.environ, *environment}:
+            if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES):
+                continue
+            if name in environment:
+                os.environ[name] = environment[name]
+            else:
                 del os.environ[name]
-        os.environ.update({n: v for n, v in environment.items() if n.startswith(LAUNCHER_VARIABLES)})
 
     def _send(self, line: bytes) -> None:
         if os.getpid() == self._pid:  # a forked child is another process
@@ -110,10 +114,12 @@ class SupervisorLink:
                     return unread
                 self._take_environment(rest[:size], streams)
                 unread = rest[size:]
-            else:
+            elif word == b"park":
                 self.is_world_over.set()
                 self._on_world_over()
                 unread = rest
+            else:
+                raise ValueError(f"the supervisor sent {line!r}")
         return unread
 
     def _take_environment(self, encoded: bytes, streams: list[int]) -> None:

@@ -4,8 +4,10 @@ The agent starts the launcher shim itself, with `constants.ENV_STANDBY` and with
 generation. The shim exits with `constants.EXIT_PARKED` when its worker is parked. The worker's supervisor
 then waits for torchelastic's launcher shim, which hands the worker its generation::
 
-    start --> running --EXIT_PARKED of all--> on_end, the node joins
-                 +-----any other exit code--> on_end, the node joins, and this agent starts no standby again
+    start --> running --EXIT_PARKED of all--> on_end: the node is ready
+                 +-----any other exit code--> on_end: the node is ready, to start its workers after it joins
+
+The node sends its request to join at once. Others may form a view without it until it is ready.
 
 A worker that is needed earlier is not started twice: torchelastic's launcher shim waits until it is parked.
 """
@@ -30,6 +32,9 @@ from elastic_resume.policy.wording import describe_standby_failure, describe_sta
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.005
+# A standby may take so long, or so many times what a start took last.
+MIN_LIMIT_S, LIMIT_FACTOR = 60.0, 10
+MAX_FAILURES = 3  # in a row, then this agent starts no standby again
 # What a standby does is no part of a generation, so it cannot write into the events either.
 REMOVED_VARIABLES = {name.decode() for name in forkserver.VARIABLES_OF_A_GENERATION} | {
     *("TORCHELASTIC_ERROR_FILE", constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
@@ -59,6 +64,7 @@ class StandbyWorkers:
         self._on_begin, self._on_end = on_begin, on_end
         self._is_possible = is_possible
         self._is_closing = False
+        self._failures = 0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # the newest shim of each local rank
 
     def start_missing(self, cost: StartCost | None) -> None:
@@ -75,7 +81,10 @@ class StandbyWorkers:
         started = {rank: self._spawn(rank, cost) for rank in ranks}
         self._processes.update(started)
         threading.Thread(
-            target=self._wait, args=(started, time.monotonic()), name="elastic-resume-standby", daemon=True
+            target=self._wait,
+            args=(started, time.monotonic(), cost.start_s),
+            name="elastic-resume-standby",
+            daemon=True,
         ).start()
 
     def close(self) -> None:
@@ -110,13 +119,25 @@ class StandbyWorkers:
         command = [Template(word).safe_substitute(local_rank=rank) for word in self._command]
         return subprocess.Popen(command, env=environ, start_new_session=True)
 
-    def _wait(self, started: dict[int, subprocess.Popen[bytes]], started_at: float) -> None:
-        exit_codes = {rank: process.wait() for rank, process in started.items()}
+    def _wait(self, started: dict[int, subprocess.Popen[bytes]], started_at: float, start_s: float) -> None:
+        # A script that hangs would else keep this node out of the job for ever.
+        limit = started_at + max(MIN_LIMIT_S, LIMIT_FACTOR * start_s)
+        exit_codes = dict[int, int]()
+        for rank, process in started.items():
+            try:
+                exit_codes[rank] = process.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()  # then its supervisor kills the worker
+                exit_codes[rank] = process.wait()
         failed = {rank: code for rank, code in exit_codes.items() if code != constants.EXIT_PARKED}
         if failed and not self._is_closing:
-            self._is_possible = False
+            self._failures += 1
+            # Memory may have been short for a moment; a script that reads its rank does so again.
+            if constants.EXIT_NO_STANDBY in failed.values() or self._failures >= MAX_FAILURES:
+                self._is_possible = False
             logger.warning(describe_standby_failure(*next(iter(failed.items()))))
         elif not self._is_closing:
+            self._failures = 0
             logger.info(
                 "all workers of this node stand at er.resume() after %.1f s.", time.monotonic() - started_at
             )

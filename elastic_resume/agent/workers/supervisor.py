@@ -246,7 +246,7 @@ class WorkerSupervisor:
                 status,
                 stopped_at=self._stopped_at,
                 lease_expired=self._lease_expired,
-                not_parked=was_killed and not self._link.is_parked,
+                not_parked=was_killed and self._link.is_restartable and not self._link.is_parked,
                 stuck=stuck,
             )
 

@@ -15,11 +15,13 @@ from types import FrameType
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from elastic_resume.errors import WorldChanged
 from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.training import restartable
-from elastic_resume.training.restartable import INTERRUPT_SIGNAL, Interrupter, RestartableCall
+from elastic_resume.training.restartable import INTERRUPT_SIGNAL, Interrupter, RestartableCall, ScriptState
 from elastic_resume.training.supervisor_link import SupervisorLink
 
 RESUME = b"resume 2\n{}"
@@ -54,7 +56,7 @@ def supervisor() -> Iterator[tuple[socket.socket, SupervisorLink]]:
 
 def make_call(link: SupervisorLink, cut: Callable[[], None] = lambda: None) -> RestartableCall:
     """Return a call that always finds a state to load."""
-    return RestartableCall(link, Interrupter(), leave=lambda: True, get_connections=lambda: Connections(cut))
+    return RestartableCall(link, Interrupter(), leave=lambda: "", get_connections=lambda: Connections(cut))
 
 
 def serve(end: socket.socket, *answers: bytes) -> threading.Thread:
@@ -180,7 +182,7 @@ def test_message_of_loader_is_read_to_its_end(supervisor: tuple[socket.socket, S
         return bytes(reader.recv_bytes())
 
     call = RestartableCall(
-        link, interrupter, leave=lambda: True, get_connections=lambda: Connections(lambda: None)
+        link, interrupter, leave=lambda: "", get_connections=lambda: Connections(lambda: None)
     )
     assert call.run(train) == b"new"
 
@@ -243,3 +245,34 @@ def run_with_interrupt(work: Callable[[], None], interrupter: Interrupter, instr
         sys.settrace(None)
     assert raised or seen < instruction
     return seen >= instruction
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that it assigns anew, and that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self) -> Tensor:
+        """Count this call."""
+        self.count = self.count + 1
+        return self.weight * self.count
+
+
+def test_script_state_is_reset_as_it_was_at_first_call() -> None:
+    """Also a buffer that was replaced; autocast that an exception has left on cannot be undone."""
+    model = Counting()
+    state = ScriptState({"model": model})
+    model().backward()
+    model.eval()
+    model.weight.requires_grad_(False)
+    state.reset()
+    assert (model.count.item(), model.training, model.weight.requires_grad) == (0.0, True, True)
+    assert model.weight.grad is None
+    assert state.has_same_modes()
+    with torch.autocast("cpu"):
+        assert not state.has_same_modes()
+    with torch.inference_mode():
+        assert not state.has_same_modes()

@@ -804,3 +804,20 @@ def test_step_events_accumulate_stall_time(
     script.step()
     stalled = [e["stalled_s"] for e in events.read_run(tmp_path / "job") if e["event"] == "step"]
     assert 0 <= stalled[0] <= stalled[1] < stalled[1] + 0.3 <= stalled[2]
+
+
+def test_one_restartable_function_per_process(begin: Begin) -> None:
+    """A new worker would run the first one while the others are in the second."""
+    run = begin().run
+    calls = []
+    train = run.restartable(lambda value: calls.append(value))
+    train(1)
+    with pytest.raises(UsageError, match="make one function of both"):
+        train(2)
+    assert calls == [1]
+
+    def yield_steps() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(UsageError, match="whose body does not run within its call"):
+        run.restartable(yield_steps)
