@@ -356,8 +356,8 @@ def describe_standby_failure(local_rank: int, exit_code: int) -> str:
     if exit_code == EXIT_NO_STANDBY:
         why = "no worker can start ahead, as its own line above says"
     return (
-        f"local rank {local_rank} did not reach er.resume() before this node joined: {why}. So the node "
-        "joins first, and the others wait for its workers' start."
+        f"local rank {local_rank} did not reach er.resume() before this node joined: {why}. Until this agent "
+        "ends, the node joins first and the others wait for its workers' start."
     )
 
 

@@ -5,7 +5,7 @@ generation. The shim exits with `constants.EXIT_PARKED` when its worker is parke
 then waits for torchelastic's launcher shim, which hands the worker its generation::
 
     start --> running --EXIT_PARKED of all--> on_end: the node is ready
-                 +-----any other exit code--> on_end: the node is ready, to start its workers after it joins
+                 +-----any other exit code--> on_end: the node is ready; this agent starts no standby again
 
 The node sends its request to join at once. Others may form a view without it until it is ready.
 
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.005
 # A standby may take so long, or so many times what a start took last.
 MIN_LIMIT_S, LIMIT_FACTOR = 60.0, 10
-MAX_FAILURES = 3  # in a row, then this agent starts no standby again
 # What a standby does is no part of a generation, so it cannot write into the events either.
 REMOVED_VARIABLES = {name.decode() for name in forkserver.VARIABLES_OF_A_GENERATION} | {
     *("TORCHELASTIC_ERROR_FILE", constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
@@ -64,7 +63,6 @@ class StandbyWorkers:
         self._on_begin, self._on_end = on_begin, on_end
         self._is_possible = is_possible
         self._is_closing = False
-        self._failures = 0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # the newest shim of each local rank
 
     def start_missing(self, cost: StartCost | None) -> None:
@@ -120,24 +118,19 @@ class StandbyWorkers:
         return subprocess.Popen(command, env=environ, start_new_session=True)
 
     def _wait(self, started: dict[int, subprocess.Popen[bytes]], started_at: float, start_s: float) -> None:
-        # A script that hangs would else keep this node out of the job for ever.
-        limit = started_at + max(MIN_LIMIT_S, LIMIT_FACTOR * start_s)
-        exit_codes = dict[int, int]()
-        for rank, process in started.items():
-            try:
-                exit_codes[rank] = process.wait(max(0.0, limit - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()  # then its supervisor kills the worker
-                exit_codes[rank] = process.wait()
+        # A script that hangs would else keep this node out of the job for ever. With a dead launcher shim the
+        # supervisor kills the worker.
+        limit_s = max(MIN_LIMIT_S, LIMIT_FACTOR * start_s)
+        timer = threading.Timer(limit_s, lambda: [process.kill() for process in started.values()])
+        timer.daemon = True
+        timer.start()
+        exit_codes = {rank: process.wait() for rank, process in started.items()}
+        timer.cancel()
         failed = {rank: code for rank, code in exit_codes.items() if code != constants.EXIT_PARKED}
         if failed and not self._is_closing:
-            self._failures += 1
-            # Memory may have been short for a moment; a script that reads its rank does so again.
-            if constants.EXIT_NO_STANDBY in failed.values() or self._failures >= MAX_FAILURES:
-                self._is_possible = False
+            self._is_possible = False
             logger.warning(describe_standby_failure(*next(iter(failed.items()))))
         elif not self._is_closing:
-            self._failures = 0
             logger.info(
                 "all workers of this node stand at er.resume() after %.1f s.", time.monotonic() - started_at
             )

@@ -252,6 +252,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(()), persistent=False)
         self.weight = nn.Parameter(torch.ones(()))
 

@@ -809,8 +809,8 @@ def test_step_events_accumulate_stall_time(
 def test_one_restartable_function_per_process(begin: Begin) -> None:
     """A new worker would run the first one while the others are in the second."""
     run = begin().run
-    calls = []
-    train = run.restartable(lambda value: calls.append(value))
+    calls = list[int]()
+    train = run.restartable(calls.append)
     train(1)
     with pytest.raises(UsageError, match="make one function of both"):
         train(2)
