@@ -21,7 +21,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from string import Template
 
 from elastic_resume import constants
@@ -88,8 +88,7 @@ class StandbyWorkers:
     def close(self) -> None:
         """End the standbys that run. Parked workers end with the agent."""
         self._is_closing = True
-        for process in self._processes.values():
-            process.kill()
+        _kill(self._processes.values())
 
     def wait_for_supervisors(self, is_over: Callable[[], bool]) -> None:
         """Wait until torchelastic's launcher shims can find the standbys that start, or until ``is_over``.
@@ -121,7 +120,7 @@ class StandbyWorkers:
         # A script that hangs would else keep this node out of the job for ever. With a dead launcher shim the
         # supervisor kills the worker.
         limit_s = max(MIN_LIMIT_S, LIMIT_FACTOR * start_s)
-        timer = threading.Timer(limit_s, lambda: [process.kill() for process in started.values()])
+        timer = threading.Timer(limit_s, lambda: _kill(started.values()))
         timer.daemon = True
         timer.start()
         exit_codes = {rank: process.wait() for rank, process in started.items()}
@@ -135,6 +134,11 @@ class StandbyWorkers:
                 "all workers of this node stand at er.resume() after %.1f s.", time.monotonic() - started_at
             )
         self._on_end()
+
+
+def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def is_kept(local_rank: int) -> bool:
