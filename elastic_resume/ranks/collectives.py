@@ -167,6 +167,7 @@ class Collectives:
         if os.getpid() != self._pid:  # a forked child has none of those threads
             return
         self._group = None
+        self.connections.groups.clear()
         thread = threading.Thread(
             target=_destroy_process_groups,
             args=(self._created_groups, self.created_default_group),

@@ -28,8 +28,8 @@ FOREIGN = {
     "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--from-literal", "--full",
     "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
     "--kustomize", "--newest", "--no-kill", "--no-requeue", "--nodelist", "--ntasks-per-node", "--nv",
-    "--oldest", "--only", "--setup", "--open-mode", "--output", "--prefix", "--privileged", "--pwd", "--requeue",
-    "--selector", "--signal", "--step-delay", "--time", "--wait",
+    "--oldest", "--only", "--open-mode", "--output", "--prefix", "--privileged", "--pwd", "--requeue",
+    "--selector", "--setup", "--signal", "--step-delay", "--time", "--wait",
 }  # fmt: skip
 # Settings of the tests in the Makefile and in docs/benchmarks.md, and the word for any key.
 FOREIGN_VARIABLES = {

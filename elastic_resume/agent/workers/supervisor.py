@@ -217,6 +217,7 @@ class WorkerSupervisor:
         self._stop_requested = False
         self._stopped_at: float | None = None  # Unix time of the first of both
         self._kill_at = self._park_until = INFINITY
+        self._was_late_to_park = False
         send(connection, b"started %d %d\n" % (self._worker, os.getpid()))
         write_worker_forked(self._worker)
 
@@ -240,13 +241,12 @@ class WorkerSupervisor:
     def _write_exit(self, status: int, *, stuck: bool = False) -> None:
         """Write the worker's end into the events, unless it has parked and belongs to no generation."""
         if self._connection.fileno() >= 0:
-            was_killed = self._park_until < INFINITY and self._killed_at < INFINITY
             write_worker_exit(
                 self._worker,
                 status,
                 stopped_at=self._stopped_at,
                 lease_expired=self._lease_expired,
-                not_parked=was_killed and self._link.is_restartable and not self._link.is_parked,
+                not_parked=self._was_late_to_park,
                 stuck=stuck,
             )
 
@@ -260,6 +260,8 @@ class WorkerSupervisor:
             timeout_s = self._check_generation(now) if self._listener is None else self._check_parked()
             if timeout_s is None or now >= self._kill_at:
                 kill(self._worker)
+                if self._killed_at == INFINITY and self._park_until < INFINITY:
+                    self._was_late_to_park = self._link.is_restartable and not self._link.is_parked
                 timeout_s, self._killed_at = LEASE_POLL_INTERVAL_S, min(self._killed_at, now)
                 if now - self._killed_at > KILL_TIMEOUT_S:
                     return None

@@ -38,16 +38,16 @@ def connect() -> socket.socket:
 
 faulthandler.enable()  # torch's threads may fail in C++
 os.environ[constants.ENV_SUPERVISOR_FD] = str(connect().detach())
-report = connect().makefile("w")
+report = connect()
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 compiled: Any = torch.compile(model, backend="eager")
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-batches = er.GlobalBatches(480, 12)
+batches = er.GlobalBatches(4800, 12)
 loader = torch.utils.data.DataLoader(
-    torch.utils.data.TensorDataset(torch.randn(480, 16)), batch_sampler=batches
+    torch.utils.data.TensorDataset(torch.randn(4800, 16)), batch_sampler=batches
 )
 run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches, save_every=1000000)
 
@@ -85,10 +85,15 @@ def measure() -> dict[str, Any]:
     }
 
 
+def send(message: dict[str, Any]) -> None:
+    """Send a line in one call: a buffer whose flush is interrupted would send it twice."""
+    report.sendall(json.dumps(message).encode() + b"\n")
+
+
 @run.restartable
 def train() -> None:
     """Train until the world changes."""
-    print(json.dumps({"call": measure()}), file=report, flush=True)
+    send({"call": measure()})
     ddp = run.ddp(compiled)
     steps = 0
     for _ in run.epochs(1000000):
@@ -100,7 +105,7 @@ def train() -> None:
             run.step()
             steps += 1
             if steps == 2:
-                print(json.dumps({"step": run.position.step}), file=report, flush=True)
+                send({"step": run.position.step})
                 threading.Event().wait()  # until the world changes
 
 
