@@ -35,7 +35,7 @@ UNTIL_SEEN_S = TIMEOUT_S  # a lasting fault is undone as soon as its effect is s
 EPOCHS = 10_000  # more than any of these jobs trains
 STEP_DELAY_S = "0.08"  # the jobs mostly wait for timeouts; more steps would only cost processor time
 # Longer than a healthy but busy node takes: a fault without consequences must not cost a generation.
-FLAGS = ["--snapshot-every", "1", "--save-every", "25", "--node-timeout", "10", "--hang-timeout", "6"]
+FLAGS = ["--snapshot-every", "1", "--save-every", "25", "--node-timeout", "5", "--hang-timeout", "6"]
 
 
 @dataclass(frozen=True)
