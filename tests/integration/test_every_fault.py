@@ -92,7 +92,7 @@ OF_MACHINES = [
         node=2,
         for_s=UNTIL_SEEN_S,
     ),
-    case("slow-disk", alert=r"n1: a commit took", node=1, delay_s=0.3, for_s=UNTIL_SEEN_S),
+    case("slow-disk", node=1, delay_s=0.3, for_s=UNTIL_SEEN_S),
     case("wipe-disk", rf"node n2 {LOST}", node=2, back_after_s=0.2),
     case("poweroff", rf"node n1 {LOST}", node=1, back_after_s=1.5),
     case("cut", rf"node n2 {LOST}", node=2, for_s=UNTIL_SEEN_S),
