@@ -1,20 +1,18 @@
 """Touch the memory that a restore will need, in a standby, which has time for it.
 
 The first touch of memory costs as much as the rest of a restore. A node that comes back empty touches new
-memory twice: its slot, and its optimizers' state. `prepare` touches both before the restore. If optimizers
-have state already, `prepare` returns those tensors. If the estimated size is wrong, the restore allocates new
-memory.
+memory twice: its slot, and its optimizers' state. `prepare` touches both before the restore. If the
+estimated size is wrong, the restore allocates new memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_resume.slots import slot_memory
@@ -43,8 +41,7 @@ class TensorPool:
 def prepare(tracked: Mapping[str, Any], state_bytes: int, slot_client: SlotClient | None) -> TensorPool:
     """Touch the memory of one slot and of the optimizers' state; return the tensors, for `restore`.
 
-    The first slot is ready when this returns. The others follow in the background. The restore overwrites the
-    tensors, also if it fails: call this only where the state of ``tracked`` is not used any more.
+    The first slot is ready when this returns. The others follow in the background.
 
     Args:
         tracked: name -> object, from `collect_objects`.
@@ -65,33 +62,10 @@ def prepare(tracked: Mapping[str, Any], state_bytes: int, slot_client: SlotClien
         if parameter.device.type == "cpu" and parameter.nbytes >= _MIN_BYTES
         for _ in range(count_state_tensors(group))
     )
-    pool = TensorPool([*_list_reusable(tracked), *new])
+    pool = TensorPool(new)
     if slot_client is not None and reserves:
         slot_client.reserve(slot_bytes, is_estimate=True, all_now=False)  # waits for the first one
     return pool
-
-
-def _list_reusable(tracked: Mapping[str, Any]) -> list[Tensor]:
-    """List the optimizers' own state tensors, without those that share memory with another tracked one."""
-    held = [
-        value
-        for item in tracked.values()
-        if isinstance(item, Optimizer)
-        for state in item.state.values()
-        for value in (state.values() if isinstance(state, dict) else ())
-        if isinstance(value, Tensor)
-    ]
-    modules = [item for item in tracked.values() if isinstance(item, nn.Module)]
-    others = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    users = Counter(tensor.untyped_storage().data_ptr() for tensor in (*held, *others))
-    return [
-        tensor
-        for tensor in held
-        if tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() == tensor.nbytes >= _MIN_BYTES
-        and users[tensor.untyped_storage().data_ptr()] == 1
-    ]
 
 
 def count_state_tensors(group: Mapping[str, Any]) -> int:

@@ -154,11 +154,11 @@ def resume(
             "ema": ema,
         }
         _check_track(track, {**objects, "data": data})
+        _check_random_options(seed, rng)
         tensor_pool = None
         if is_standby and link is not None:
             tensor_pool = _touch_memory(state_dict.collect_objects({**objects, **(track or {})}))
             link.park()  # until the node is in a view; what follows reads rank and world size
-        _check_random_options(seed, rng)
         _check_resume_mode(resume)
         batches = elastic_sampler.find_batches(data)
         _check_world_change_policy(data, batches, on_world_change)

@@ -68,3 +68,11 @@ def test_process_group_is_bound_to_gpu_without_connecting(
     bound = {key: value.index for key, value in given.items() if key == "device_id"}
     assert (backend, bound, chosen) == expected
     assert not bound or given["pg_options"].lazy_init
+
+
+def test_group_after_one_that_could_not_be_made_has_a_first_ones_name() -> None:
+    """The count is not public. With another name this rank would never meet the others."""
+    world = dist.distributed_c10d._world
+    world.group_count = 1  # as after an error within init_process_group
+    collectives._destroy_process_groups([], destroy_default=True)
+    assert world.group_count == 0
