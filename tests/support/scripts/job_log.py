@@ -72,7 +72,7 @@ class JobLog:
         """Wait until the test lets this process go on, if this is the step."""
         if step not in self._pauses:
             return
-        (self.directory / f"reached-{step}").touch()
+        (self.directory / f"reached-{step}-{os.getpid()}").touch()
         while not (self.directory / f"go-{step}").exists():
             time.sleep(0.02)
             if is_asked_to_end():
