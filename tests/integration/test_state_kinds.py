@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
@@ -38,19 +38,28 @@ Build = Callable[[Any], Any]
 def test_every_kind_of_model_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Three ranks, many kinds: weights, optimizer, average and losses on every rank.
 
+    A kind that can stay in its process sees two worlds end, at another moment of a step on each rank.
     Ranks and both halves of the run have different seeds, so equal values were synchronised or loaded.
     """
     results = []
-    for done in launch_ranks.run_ranks(3, JOB, str(tmp_path)):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "MASTER_PORT": str(store.port),
+    }
+    for done in launch_ranks.run_ranks(3, JOB, str(tmp_path), env=[env] * 3):
         assert done.returncode == 0, done.stderr
         results.append(json.loads(done.stdout.splitlines()[-1]))
-    assert len(results[0]) == 29
+    assert len(results[0]) == 32
     for kind in results[0]:
         for rank, result in enumerate(ranks[kind] for ranks in results):
             assert "error" not in result, f"{kind}, rank {rank}: {result['error']}"
             assert result["began"] == 3, f"{kind}: not resumed in its middle"
             assert not result["differ"], f"{kind}, rank {rank}: {result['differ']}"
             assert result["losses"], f"{kind}, rank {rank}: another loss"
+            assert result["worlds"] in {0, 2}, f"{kind}, rank {rank}: {result['worlds']} worlds ended"
+        assert len({ranks[kind]["worlds"] for ranks in results}) == 1, f"{kind}: ranks differ"
         assert len({ranks[kind]["common"] for ranks in results}) == 1, f"{kind}: ranks differ"
 
 

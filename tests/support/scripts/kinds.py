@@ -1,8 +1,9 @@
 """Trains every kind of model, wrapper and state under DDP: uninterrupted, and resumed from the middle.
 
 Each rank trains each kind for six steps and saves at the third. It then builds everything again from other
-seeds, resumes, and trains the other three. It prints what differs at the end, for
-tests/integration/test_state_kinds.py.
+seeds, resumes, and trains the other three. Kinds that can stay do so in a restartable function, whose world
+ends twice: each rank is then at another moment of a step, and the next world begins in the same process. The
+script is its own supervisor. It prints what differs at the end, for tests/integration/test_state_kinds.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,16 +24,55 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_resume as er
+from elastic_resume import constants, failpoints
 from elastic_resume.state import state_dict
 
 SAVED, END = 3, 6
 WIDTH = 48
+MOMENTS = (
+    "forward", "first gradient", "last gradient", "stepped", "torn", "averaged", "evaluation", "step",
+    "start", "saving",
+)  # fmt: skip
+
+
+class Supervisor:
+    """Ends this rank's world, and begins the next one when the rank has parked."""
+
+    def __init__(self) -> None:
+        self._end, workers_end = socket.socketpair()
+        os.environ[constants.ENV_SUPERVISOR_FD] = str(workers_end.detach())
+        self._is_over = False
+        self.worlds = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def end_world(self) -> None:
+        """Request parking, once in each world."""
+        if not self._is_over:
+            self._is_over = True
+            self._end.sendall(b"park\n")
+
+    def _serve(self) -> None:
+        for line in self._end.makefile("rb"):
+            if line == b"waiting\n":
+                self.end_world()
+            elif line == b"parked\n":
+                self.worlds += 1
+                count_world()
+                text = json.dumps(dict(os.environ)).encode()
+                self._is_over = False
+                self._end.sendall(b"resume %d\n%b" % (len(text), text))
+
+
+def count_world() -> None:
+    """Let the next process group use other keys of the store, as a new store has."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
 
 
 class Net(nn.Module):
@@ -119,7 +162,7 @@ class Counting(Net):
         """Count, and scale by what was counted."""
         if self.training:
             self.seen.append(0.01)
-        return super().forward(x) * (1 + sum(self.seen))
+        return super().forward(x) * (1 + sum(self.seen) + self.scratch.sum())
 
     def get_extra_state(self) -> Tensor:
         """Return the counts, which grow at each step."""
@@ -146,10 +189,13 @@ class Kind:
     late_optimizer: bool = False
     scaler: bool = False
     parts: int = 1  # in which each step accumulates its gradients
+    can_stay: bool = True  # in a restartable function
 
 
 def with_ddp(model: nn.Module, **how: Any) -> nn.Module:
     """Wrap as a script would by itself."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     return DistributedDataParallel(model, **how)
 
 
@@ -170,13 +216,13 @@ def add_little(parameter: Tensor) -> None:
     parameter.data.add_(0.01)
 
 
-def hooked(run: er.Run, model: nn.Module) -> nn.Module:
+def hooked(model: nn.Module) -> nn.Module:
     """Hooks on the model and on a parameter, which change what they see."""
     model.register_forward_hook(lambda _module, _args, result: result * 1.5)
     parameter = next(model.parameters())
     parameter.register_hook(lambda grad: grad * 0.5)
     parameter.register_post_accumulate_grad_hook(add_little)
-    return run.ddp(model)
+    return model
 
 
 class Doubled:
@@ -253,20 +299,23 @@ def spectral(layer: nn.Module) -> nn.Module:
 KINDS = {
     "plain": Kind(),
     "bucket views": Kind(ddp={"gradient_as_bucket_view": True}),
+    "fused": Kind(optimizer=lambda parameters: torch.optim.AdamW(parameters, 0.01, fused=True)),
+    "momentum": Kind(optimizer=lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, foreach=True)),
+    "checkpointed": Kind(net=Checkpointed),
     "unused and frozen": Kind(net=Spare, ddp={"find_unused_parameters": True}),
-    "static graph": Kind(ddp={"static_graph": True}),
-    "static graph, unused": Kind(net=Spare, ddp={"static_graph": True}),
-    "static graph, checkpointed": Kind(net=Checkpointed, ddp={"static_graph": True}),
-    "own DDP before": Kind(before=with_ddp, wrap=lambda _, model: model),
-    "own DDP after": Kind(wrap=lambda run, model: run.ddp(with_ddp(model))),
+    "static graph": Kind(ddp={"static_graph": True}, can_stay=False),
+    "static graph, unused": Kind(net=Spare, ddp={"static_graph": True}, can_stay=False),
+    "static graph, checkpointed": Kind(net=Checkpointed, ddp={"static_graph": True}, can_stay=False),
+    "own DDP before": Kind(before=with_ddp, wrap=lambda _, model: model, can_stay=False),
+    "own DDP after": Kind(wrap=lambda run, model: run.ddp(with_ddp(model)), can_stay=False),
     "compiled inside": Kind(wrap=lambda run, model: run.ddp(compiled(model))),
     "compiled before": Kind(before=compiled),
     "compiled outside": Kind(wrap=lambda run, model: compiled(run.ddp(model))),
     "compiled outside, with buffers": Kind(net=Batched, wrap=lambda run, model: compiled(run.ddp(model))),
-    "compiled around own DDP": Kind(before=lambda model: compiled(with_ddp(model))),
+    "compiled around own DDP": Kind(before=lambda model: compiled(with_ddp(model)), can_stay=False),
     "sparse": Kind(net=Words, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
-    "hooks": Kind(wrap=hooked),
-    "compressed": Kind(wrap=compressed),
+    "hooks": Kind(before=hooked),
+    "compressed": Kind(wrap=compressed, can_stay=False),
     "tied": Kind(net=Tied),
     "extra state": Kind(net=Counting),
     "spectral norm": Kind(net=lambda: Net(spectral)),
@@ -290,38 +339,98 @@ KINDS = {
 class Script:
     """One kind's objects, built as a script would, its run, and its training."""
 
-    def __init__(self, name: str, directory: Path, seed: int) -> None:
+    def __init__(
+        self, name: str, directory: Path, seed: int, supervisor: Supervisor | None = None, number: int = 0
+    ) -> None:
+        """With a ``supervisor`` the function is restartable; ``number`` chooses where its worlds end."""
+        count_world()
         kind = self.kind = KINDS[name]
+        self.supervisor, self.number = supervisor, number
         torch.manual_seed(seed)
         self.model = kind.net()
-        given = kind.before(self.model)
+        self.given = kind.before(self.model)
         self.ema = kind.ema(self.model)
-        optimizer = None if kind.late_optimizer else kind.optimizer(given.parameters())
+        self.own_optimizer = None if kind.late_optimizer else kind.optimizer(self.given.parameters())
         self.scaler = None
         if kind.scaler:  # it grows within the run
             self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         # A fixed seed: the numbers drawn while training must not follow from this one.
         self.run = er.resume(
-            model=given, optimizer=optimizer, scaler=self.scaler, ema=self.ema, seed=1, ckpt_dir=directory,
-            run_id=name.replace(" ", "-").replace(",", ""), save_every=10**6, snapshot_every="off",
+            model=self.given, optimizer=self.own_optimizer, scaler=self.scaler, ema=self.ema, seed=1,
+            ckpt_dir=directory, run_id=name.replace(" ", "-").replace(",", ""), save_every=10**6,
+            snapshot_every="off",
         )  # fmt: skip
-        how = kind.ddp
-        self.ddp = kind.wrap(self.run, given) if not how else self.run.ddp(given, **how)
-        self.optimizer = optimizer or kind.optimizer(self.ddp.parameters())
+        self.began = self.entered = self.run.position.step
         self.losses: list[float] = []
+        self.finished: list[tuple[int, list[float]]] = []
+        if supervisor is not None:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            trained[0].register_hook(lambda _: self.reach("last gradient"))
+            trained[-1].register_hook(lambda _: self.reach("first gradient"))
+            failpoints.hit = lambda name, *_: self.reach(name)
+            self.run.on_resume(lambda _: self.reach("start"))
+
+    def reach(self, moment: str) -> None:
+        """End the world if that is planned here: in the second step of one, in the first of the next."""
+        if self.supervisor is None or self.supervisor.worlds > 1:
+            return
+        world = self.supervisor.worlds
+        planned = MOMENTS[(self.number + 3 * self.run.rank + world) % len(MOMENTS)]
+        if moment != planned or (self.run.position.step != self.entered + 1 - world and moment != "start"):
+            return
+        if moment == "torn":
+            self.tear()
+        self.supervisor.end_world()
+        if moment == "saving":
+            self.run.save()
+        while moment != "step":  # in which an interrupt waits
+            time.sleep(60)
+
+    @torch.no_grad()
+    def tear(self) -> None:
+        """Leave nothing as it was, like an optimizer in the middle of its step."""
+        for tensor in [*(leaf.tensor for leaf in self.leaves()), *self.model.buffers()]:
+            tensor.fill_(1)
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(not parameter.requires_grad)
 
     def train(self, until: int, save_at: int) -> None:
-        """Step until step ``until``."""
+        """Step until step ``until``; leave the process groups."""
+        train = self._train if self.supervisor is None else self.run.restartable(self._train)
+        train(until, save_at)
+        self.run._release()  # a close() would save the end
+        collectives: Any = self.run._collectives
+        collectives.leave()
+        if dist.is_initialized():  # by the script
+            dist.destroy_process_group()
+
+    def _train(self, until: int, save_at: int) -> None:
+        self.entered = self.run.position.step  # one more than it began with if `saving` was not interrupted
+        how = self.kind.ddp
+        self.ddp = self.kind.wrap(self.run, self.given) if not how else self.run.ddp(self.given, **how)
+        self.optimizer = self.own_optimizer or self.kind.optimizer(self.ddp.parameters())
         while self.run.position.step < until:
+            self.losses = []
+            self.run._run_start_hooks()  # there is no epoch
+            with torch.no_grad():
+                self.model.eval()
+                self.reach("evaluation")
+                self.model.train()
             x = torch.randn(6, 16, dtype=next(self.model.parameters()).dtype)
             if self.scaler is None:
                 self.optimizer.step(lambda x=x: self.evaluate(x))  # type: ignore[misc]
             else:
                 self.evaluate(x)
                 self.scaler.step(self.optimizer)
+                self.reach("stepped")
                 self.scaler.update()
+            self.reach("stepped")
+            self.reach("torn")
             self.kind.average(self.ema, self.model)
+            self.reach("averaged")
             self.run.step()
+            self.finished.append((self.run.position.step, self.losses))
+            self.reach("saving")
             if self.run.position.step == save_at:
                 self.run.save()
 
@@ -333,6 +442,7 @@ class Script:
             is_last = number == self.kind.parts
             with contextlib.nullcontext() if is_last else cast("DistributedDataParallel", self.ddp).no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
+                    self.reach("forward")
                     loss: Tensor = self.ddp(part).float().square().mean() / self.kind.parts
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total += loss.detach()
@@ -359,31 +469,39 @@ class Script:
 
 
 def main(directory: Path, names: list[str]) -> None:
-    """Train each kind whole and in two parts."""
+    """Train each kind whole and in parts."""
     torch.set_num_threads(1)
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # a function hides the module
+    create = rendezvous._create_c10d_store
+    rendezvous._create_c10d_store = lambda *args: PrefixStore(
+        os.environ["TORCHELASTIC_RESTART_COUNT"], create(*args)
+    )
+    supervisor = Supervisor()
     results: dict[str, Any] = {}
     for number, name in enumerate(names or KINDS):
         try:
-            results[name] = compare(name, directory, 100 * number + int(os.environ["RANK"]))
+            results[name] = compare(name, directory, number, supervisor)
         except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
             results[name] = {"error": traceback.format_exc()}
     print(json.dumps(results))
 
 
-def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
-    """Train one kind whole and in two parts; return the differences."""
+def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> dict[str, Any]:
+    """Train one kind whole and in parts; return the differences."""
+    seed = 100 * number + int(os.environ["RANK"])
     whole = Script(name, directory, seed)
     whole.train(END, SAVED)
-    whole.run._release()  # a close() would save the end
-    again = Script(name, directory, seed + 50)
-    began = again.run.position.step
+    supervisor.worlds = 0
+    stays = supervisor if KINDS[name].can_stay else None
+    again = Script(name, directory, seed + 50, stays, number)
     again.train(END, 0)
-    again.run._release()
     first, second = whole.digests(), again.digests()
+    losses = dict(whole.finished)
     return {
-        "began": began,
+        "began": again.began,
         "differ": [key for key in {**first, **second} if first.get(key) != second.get(key)],
-        "losses": whole.losses[-len(again.losses) :] == again.losses,
+        "losses": all(losses[step] == found for step, found in again.finished),
+        "worlds": supervisor.worlds,
         "common": again.common(),
     }
 
