@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from elastic_resume.errors import UsageError
+from elastic_resume.state.sharded import to_local
 from elastic_resume.state.state_dict import EMA_NAME, make_name_canonicalizer
 
 T = TypeVar("T")
@@ -167,7 +168,8 @@ def _is_hookable(optimizer: Optimizer) -> bool:
 def _collect_addresses(optimizer: Optimizer) -> set[int]:
     """Return the addresses of an optimizer's parameters and of their state."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return {tensor.data_ptr() for tensor in chain(parameters, _iter_tensors(optimizer.state))}
+    tensors = chain(parameters, _iter_tensors(optimizer.state))
+    return {to_local(tensor).data_ptr() for tensor in tensors}
 
 
 def _iter_tensors(value: Any) -> Iterator[Tensor]:

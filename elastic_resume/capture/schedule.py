@@ -10,6 +10,7 @@ A failing disk costs checkpoints but never stops training; the committer logs th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,9 @@ from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.slot_memory import encode_snapshot_id
+from elastic_resume.state import sharded
+
+logger = logging.getLogger(__name__)
 
 NEVER = 1 << 62  # a step
 WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
@@ -91,6 +95,7 @@ class SnapshotScheduler:
         ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
+        self.needs_all_ranks = sharded.has_divided_parameters(tracked)  # each holds a part of the state
         self.committed_path: Path | None = None  # path of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
         self.meter = CostMeter(self.snapshotter)
@@ -137,8 +142,8 @@ class SnapshotScheduler:
             if self._slot_client.is_local_leader:
                 self._act_as_leader(position, may_commit=may_commit, is_epoch_over=is_epoch_over)
                 self.meter.start_step()
-            elif not is_epoch_over and self._is_snapshot_announced(position.step):
-                self.snapshotter.start_snapshot(position)
+            elif self._is_snapshot_announced(position.step) if not is_epoch_over else self.needs_all_ranks:
+                self.snapshotter.start_snapshot(position, is_epoch_over=is_epoch_over)
 
     def _is_snapshot_announced(self, step: int) -> bool:
         """Whether the local leader takes a snapshot of this step, or has passed it already."""
@@ -156,12 +161,17 @@ class SnapshotScheduler:
             is_commit_due=may_commit and self._is_commit_due(step),
             is_comparison_due=self._is_comparison_due(step),
             is_epoch_over=is_epoch_over,
+            needs_all_ranks=self.needs_all_ranks,
         )
         actions = decide_actions(boundary)
+        is_awaited = self.needs_all_ranks and is_epoch_over
         if not boundary.takes_snapshots and announced != NEVER:
             self._announce(None)
+            is_awaited = True
+        if is_awaited and not (actions.takes_snapshot and self.needs_all_ranks):
             # The other local ranks must not wait for it.
-            client.control_block.set("decided_id", encode_snapshot_id(self._generation, step))
+            snapshot_id = encode_snapshot_id(self._generation, step, is_epoch_over=is_epoch_over)
+            client.control_block.set("decided_id", snapshot_id)
         if actions.writes_directly:
             self._write_directly(position)
         if actions.takes_snapshot and self.snapshotter.start_snapshot(
@@ -174,7 +184,9 @@ class SnapshotScheduler:
             if actions.commits:
                 self._committed_step, self._last_commit_at = step, time.monotonic()
                 self._commit_stall_s = self.snapshotter.stall_s
-        if actions.announces:
+        if actions.announces_next_step:
+            self._announce(step + 1)
+        elif actions.announces and boundary.takes_snapshots:
             self._announce(step + 1 if is_epoch_over else self._next_snapshot_step(step))
         if actions.compares and self.snapshotter.has_snapshot(position):
             generation = rank_context.assigned_generation() or self._generation
@@ -185,14 +197,18 @@ class SnapshotScheduler:
         self._slot_client.control_block.set("next_snapshot_step", NEVER if step is None else step)
 
     def commit(self, position: Position, *, is_epoch_over: bool = False) -> Path | None:
-        """Commit the state now and wait for the disk. Local leader only.
+        """Commit the state now and wait for the disk, on the local leader.
 
-        Return None if the disk refuses, which is logged, or if this generation began with that step.
+        With `needs_all_ranks` each local rank calls it, and takes its part. Return None on other ranks, if
+        the disk refuses, which is logged, or if this generation began with that step.
         """
         with self.meter.count_stall():
             if position.step == self._loaded_step and not is_epoch_over:
                 return None
-            if not self._ensure_snapshot(position, is_epoch_over=is_epoch_over):
+            has_snapshot = self._ensure_snapshot(position, is_epoch_over=is_epoch_over)
+            if not self._slot_client.is_local_leader:
+                return None
+            if not has_snapshot:
                 self._write_directly(position)
                 return self.committed_path
             path = self._slot_client.commit(self.snapshotter.snapshot_id).get("path")
@@ -224,12 +240,33 @@ class SnapshotScheduler:
                 and self.snapshotter.wait_until_complete()
             ):
                 return True
-            if self.snapshotter.start_snapshot(position, is_epoch_over=is_epoch_over, leader_only=True):
-                return self.snapshotter.wait_until_complete()
+            if self.snapshotter.start_snapshot(
+                position, is_epoch_over=is_epoch_over, leader_only=not self.needs_all_ranks
+            ):
+                is_complete = self.snapshotter.wait_until_complete()
+                if is_complete or not self.needs_all_ranks:
+                    return is_complete
             time.sleep(0.005)  # every slot is being read or created
         return False
 
+    def keep_next_step(self, position: Position) -> bool:
+        """Return whether a complete snapshot of this step exists; else let all local ranks take the next one.
+
+        Local leader only, with `needs_all_ranks`.
+        """
+        if self.snapshotter.has_snapshot(position) and self.snapshotter.wait_until_complete():
+            return True
+        self._announce(position.step + 1)
+        return False
+
     def _write_directly(self, position: Position) -> None:
+        if self.needs_all_ranks:
+            logger.warning(
+                f"node {self._context.node}: step {position.step} was not saved: each rank of the node holds "
+                "a part of the model, and not all of them took a snapshot of this step. Call run.save() on "
+                "every rank, and give the node memory for a snapshot (ELASTIC_RESUME_SNAPSHOT_MEMORY)."
+            )
+            return
         result = self._direct_writer.write(position)
         self.committed_path, self._last_commit_at = result.path if result else None, time.monotonic()
         if result is not None:

@@ -24,7 +24,7 @@ from elastic_resume.capture.state_cache import (
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.slot_memory import Slot
-from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves, make_spec
+from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SHARD = 32 << 20
@@ -75,6 +75,8 @@ class SnapshotPlan:
     immediate: TensorGroup  # copied in run.step() by the local leader
     shards: tuple[TensorGroup, ...]  # one for each local rank, copied behind the copy barrier
     overlapped: TensorGroup  # the tensors of all shards
+    needs_all_ranks: bool = False  # each local rank alone has its shards of the state's tensors
+    copies_at_once: bool = False  # the next forward pass may change a tensor of this rank's shard
 
     def slot_bytes(self, dynamic_metadata: bytes) -> tuple[int, int]:
         """Return the size that a slot must have at least, and the size for a new one, with room to grow."""
@@ -84,8 +86,9 @@ class SnapshotPlan:
         return at + len(dynamic_metadata), needed
 
     def as_single_shard(self) -> SnapshotPlan:
-        """Return the same plan with everything in the local leader's shard."""
-        return self if len(self.shards) == 1 else replace(self, shards=(self.overlapped,))
+        """Return the same plan with everything in the local leader's shard, if that rank has everything."""
+        is_single = len(self.shards) == 1 or self.needs_all_ranks
+        return self if is_single else replace(self, shards=(self.overlapped,))
 
 
 class SlotViews:
@@ -107,29 +110,44 @@ class SlotViews:
 
 
 @without_garbage_collection
-def make_plan(state_view: StateView, base_metadata: Mapping[str, Any], shard_count: int) -> SnapshotPlan:
+def make_plan(
+    state_view: StateView, base_metadata: Mapping[str, Any], shard_count: int, local_rank: int = 0
+) -> SnapshotPlan:
     """Plan a snapshot of ``state_view``, copied by ``shard_count`` local ranks.
 
-    ``base_metadata`` is the static metadata without the state.
+    ``base_metadata`` is the static metadata without the state. Every rank copies its own shards of tensors
+    that are divided over the ranks of the node.
     """
     cached, leaves = state_view.cached, state_view.leaves
-    layout = Layout.build([make_spec(leaf.name, leaf.tensor) for leaf in leaves])
-    follows = [leaf.name for leaf in leaves if leaf.kind != REPLICATED]
+    layout = Layout.build(spec for leaf in leaves for spec in leaf.list_specs())
+    follows = [leaf.name for leaf in leaves if leaf.kind != REPLICATED and leaf.shards is None]
     static_metadata = slot_memory.encode_metadata(
         {**base_metadata, "rank0_tensors": follows, "state": cached.static_structure}
     )
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
-    overlapped = [leaf for leaf, may_overlap in filled if may_overlap]
-    if sum(leaf.tensor.nbytes for leaf in overlapped) < MIN_BYTES_TO_SHARD:
+    own = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]
+    overlapped = [leaf for leaf, may_overlap in filled if may_overlap and not leaf.is_divided]
+    divided = [leaf for leaf in leaves if leaf.is_divided]
+    if divided:
+        shard_count = max(leaf.shards.count for leaf in divided if leaf.shards is not None)
+    elif sum(leaf.tensor.nbytes for leaf in overlapped) < MIN_BYTES_TO_SHARD:
         shard_count = 1
-    immediate = TensorGroup([leaf for leaf, may_overlap in filled if not may_overlap])
+    immediate = TensorGroup([leaf for leaf, overlaps in filled if not (overlaps or leaf.is_divided)])
     whole = TensorGroup(overlapped)
-    shards = (whole,) if shard_count == 1 else tuple(map(TensorGroup, _split_leaves(overlapped, shard_count)))
+    split = [overlapped] if shard_count == 1 else _split_leaves(overlapped, shard_count)
+    shards = tuple(map(TensorGroup, split))
     # Each local rank divides the leaves itself. Every leaf is copied only if all ranks divide them alike, so
     # the division is part of the digest.
     division = "\n\n".join("\n".join(leaf.name for leaf in group.leaves) for group in (immediate, *shards))
     plan_id = xxhash.xxh3_64_intdigest(layout.header + static_metadata + division.encode()) | 1
-    return SnapshotPlan(layout, static_metadata, plan_id, immediate, shards, whole)
+    if divided:
+        split[local_rank] = [*split[local_rank], *(leaf for leaf, _ in own)]
+        shards = tuple(map(TensorGroup, split))
+    is_uncached = any(leaf.is_divided for leaf in state_view.uncached_leaves)
+    copies_at_once = is_uncached or not all(overlaps for _, overlaps in own)
+    return SnapshotPlan(
+        layout, static_metadata, plan_id, immediate, shards, whole, bool(divided), copies_at_once
+    )
 
 
 def summarize_names(names: Sequence[str]) -> str:
@@ -156,12 +174,17 @@ class PlannedState:
     """The tracked state, read again and again, and the plan of its snapshots."""
 
     def __init__(
-        self, tracked: Mapping[str, Any], base_metadata: Mapping[str, Any], shard_count: int
+        self,
+        tracked: Mapping[str, Any],
+        base_metadata: Mapping[str, Any],
+        shard_count: int,
+        local_rank: int = 0,
     ) -> None:
         """Plan for ``shard_count`` local ranks; ``base_metadata`` is static metadata without the state."""
         self._tracked = tracked
         self._base_metadata = base_metadata
         self._shard_count = shard_count
+        self._local_rank = local_rank
         self._tracker = StateTracker(tracked)
         self._cached_plan: tuple[Any, SnapshotPlan] | None = None
 
@@ -176,7 +199,7 @@ class PlannedState:
         formats = [(leaf.name, leaf.tensor.dtype, leaf.tensor.shape) for leaf in view.uncached_leaves]
         key = (view.cached.version, formats)
         if self._cached_plan is None or self._cached_plan[0] != key:
-            self._cached_plan = key, make_plan(view, self._base_metadata, self._shard_count)
+            self._cached_plan = key, make_plan(view, self._base_metadata, self._shard_count, self._local_rank)
         return view, self._cached_plan[1]
 
     def forget(self) -> None:

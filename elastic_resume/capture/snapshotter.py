@@ -78,6 +78,7 @@ class CopyTask:
     slot: Slot | None
     snapshot_id: int
     shard: TensorGroup
+    uncached: TensorGroup  # of this rank's shards of tensors that are divided over the node
     device_clones: NamedTensors  # clones of immediate tensors that are on devices
     start_events: dict[torch.device, Any]
 
@@ -104,7 +105,7 @@ class Snapshotter:
             "writer": __version__,
         }
         shard_count = local_world_size if self._barrier.has_hooks else 1
-        self._state = PlannedState(tracked, base_metadata, shard_count)
+        self._state = PlannedState(tracked, base_metadata, shard_count, context.local_rank)
         self._slots = SlotAccess(slot_client, context.local_rank, local_world_size)
         self._plan: SnapshotPlan | None = None  # of the newest state that was read
         self._views_by_slot: dict[tuple[int, int, int], SlotViews] = {}
@@ -198,8 +199,9 @@ class Snapshotter:
         elif len(plan.shards) <= self._context.local_rank:
             return False
         self.copy_problem = ""
-        self._start_copy(plan, slot, snapshot_id, clones)
-        if self.verify_copies:
+        own = [leaf for leaf in state_view.uncached_leaves if leaf.is_divided and leaf.tensor.numel()]
+        self._start_copy(plan, slot, snapshot_id, clones, TensorGroup(own))
+        if self.verify_copies and not plan.copies_at_once:
             self._digested_leaves = self._get_shard(plan).leaves
             self._digests = state_dict.digest_leaves(self._digested_leaves)
         self.snapshot_id, self._is_sharded = snapshot_id, len(plan.shards) > 1
@@ -273,7 +275,9 @@ class Snapshotter:
         self, slot: Slot, plan: SnapshotPlan, uncached_leaves: Iterable[Leaf]
     ) -> NamedTensors:
         """Copy the tensors that the next forward pass may change; return clones of those on devices."""
-        uncached = TensorGroup([leaf for leaf in uncached_leaves if leaf.tensor.numel()])
+        uncached = TensorGroup(
+            [leaf for leaf in uncached_leaves if leaf.tensor.numel() and not leaf.is_divided]
+        )
         views = self._get_views(slot, plan)
         clones: NamedTensors = []
         for group, targets in (
@@ -286,19 +290,24 @@ class Snapshotter:
         return clones
 
     def _start_copy(
-        self, plan: SnapshotPlan, slot: Slot | None, snapshot_id: int, clones: NamedTensors
+        self,
+        plan: SnapshotPlan,
+        slot: Slot | None,
+        snapshot_id: int,
+        clones: NamedTensors,
+        uncached: TensorGroup,
     ) -> None:
         """Copy this rank's shard: in the background if the copy barrier protects it, else now."""
         shard = self._get_shard(plan)
-        devices = shard.devices.union(tensor.device for _, tensor in clones)
-        task = CopyTask(
-            plan, slot, snapshot_id, shard, clones, self._cuda_streams.record_start_events(devices)
-        )
+        devices = shard.devices.union(uncached.devices, (tensor.device for _, tensor in clones))
+        events = self._cuda_streams.record_start_events(devices)
+        task = CopyTask(plan, slot, snapshot_id, shard, uncached, clones, events)
         self._slots.set_copying(snapshot_id, awaiting_slot=slot is None)
-        peer_timeout_s = PEER_TIMEOUT_S if self._barrier.all_hooks_ran else LONG_PEER_TIMEOUT_S
+        is_protected = self._barrier.all_hooks_ran and not plan.copies_at_once
+        peer_timeout_s = PEER_TIMEOUT_S if is_protected else LONG_PEER_TIMEOUT_S
         job = self._job = CopyJob(lambda job: self._run_task(job, task), peer_timeout_s)
         self._copy_thread.submit(job) if self._barrier.has_hooks else run_job(job)
-        if self._barrier.all_hooks_ran:
+        if is_protected:
             self._barrier.set_background_copy((snapshot_id, plan, shard.read_versions()))
         else:
             job.wait_until_done()
@@ -367,6 +376,10 @@ class Snapshotter:
             )
         views = self._get_views(slot, task.plan)
         sources, targets, formats = task.shard.tensors, views.get_targets(task.shard), task.shard.formats
+        if task.uncached.leaves:
+            sources = sources + task.uncached.tensors
+            targets = targets + views.find_targets(task.uncached.leaves)
+            formats = []
         if task.start_events:
             sources = sources + [tensor for _, tensor in task.device_clones]
             targets = targets + [views.by_name[name] for name, _ in task.device_clones]

@@ -32,7 +32,7 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter, eq, is_
 from typing import Any, ParamSpec, TypeVar
@@ -43,7 +43,9 @@ from torch.optim import Optimizer
 from elastic_resume.capture.copy_barrier import OverlapRule
 from elastic_resume.capture.copy_engine import get_format
 from elastic_resume.checkpoint import json_codec
+from elastic_resume.checkpoint.shards import tensor_name
 from elastic_resume.state.bucket_order import BucketOrder
+from elastic_resume.state.sharded import is_dtensor, to_local
 from elastic_resume.state.state_dict import (
     REPLICATED,
     Leaf,
@@ -68,6 +70,7 @@ _get_parameters = attrgetter("_parameters")
 _get_buffers = attrgetter("_buffers")
 _get_excluded = attrgetter("_non_persistent_buffers_set")
 _get_optimizer_hooks = attrgetter("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_FSDP_HOOK = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"  # not public
 _STATIC_GROUP_KEYS = {"params", "param_names"}  # entries of a param group that follow from its parameters
 _get_trained_spec = attrgetter("dtype", "shape", "requires_grad")
 
@@ -162,6 +165,7 @@ class _Fingerprint:
         self._grouped_optimizers: list[Optimizer] = []  # whose param groups must not change
         self._bucket_orders: list[BucketOrder] = []
         self._partial_modules: list[nn.Module] = []  # with buffers that a forward pass may replace
+        self._dtensors: list[Any] = []
         dicts: list[Any] = []
         tensors: list[Tensor] = []  # parameters, buffers, and complex optimizer state
         excluded_names = []
@@ -170,9 +174,11 @@ class _Fingerprint:
                 self._optimizers.append(item)
                 self._grouped_optimizers.append(item)
                 dicts += [*item.state.values(), *_get_optimizer_hooks(item)]
-                tensors += filter(Tensor.is_complex, _list_tensors(item))
+                self._dtensors += filter(is_dtensor, _list_tensors(item))
+                tensors += filter(Tensor.is_complex, map(to_local, _list_tensors(item)))
             elif isinstance(item, nn.Module):
-                tensors += _list_tensors(item)
+                self._dtensors += filter(is_dtensor, _list_tensors(item))
+                tensors += map(to_local, _list_tensors(item))
                 for part in item.modules():
                     dicts += _get_module_dicts(part)
                     excluded_names.append(_get_excluded(part))
@@ -219,6 +225,7 @@ class _Fingerprint:
             list(map(_describe_groups, self._grouped_optimizers)),
             [order.revision for order in self._bucket_orders],
             [(tensor.stride(), tensor.is_conj()) for tensor in self._strided_tensors],
+            [(id(to_local(tensor)), tensor.requires_grad) for tensor in self._dtensors],
         )
 
     def _iter_entries(self) -> Iterator[Any]:
@@ -259,7 +266,7 @@ class _StateCache:
                 dynamic_structure[name] = read(self._uncached_collector)
         optimizers = [item for item in cacheable.values() if isinstance(item, Optimizer)]
         overlap_rule = OverlapRule(tracked, optimizers, frozen_names)
-        may_overlap = tuple(overlap_rule.may_overlap(leaf.name) for leaf in cached_leaves)
+        may_overlap = tuple(overlap_rule.may_overlap(tensor_name(leaf.name)) for leaf in cached_leaves)
         self._cached = CachedState(version, tuple(cached_leaves), static_structure, may_overlap)
         self.first_view = StateView(self._cached, tuple(self._uncached_collector.leaves), dynamic_structure)
         trained_ids = set(map(id, overlap_rule.trained_parameters))
@@ -304,10 +311,10 @@ class _StateCache:
         for key, leaf_name in islice(collector.name_by_key.items(), key_count, None):
             self._cached_names[key] = (self._current_index, leaf_name)
         # Keep the object's own tensors, so that ``p.data = x`` frees the old memory.
-        originals = {make_key(tensor, "tensor"): tensor for tensor in _list_tensors(item)}
+        originals = {make_key(tensor, "tensor"): tensor for tensor in map(to_local, _list_tensors(item))}
         for leaf in collector.leaves[leaf_count:]:
             tensor = originals.get(make_key(leaf.tensor, "tensor"), leaf.tensor)
-            leaves.append(Leaf(leaf.name, tensor, leaf.kind))
+            leaves.append(replace(leaf, tensor=tensor))
         return encoded
 
 
@@ -364,9 +371,18 @@ def _is_cacheable(item: Any) -> bool:
 def _is_plain_module(module: nn.Module) -> bool:
     """Return whether state_dict() is torch's own all the way down, so that the modules' dicts decide it."""
     parts, methods = list(module.modules()), set(_MODULE_METHODS)
-    if any(any(_get_module_hooks(part)) or methods & part.__dict__.keys() for part in parts):
+    if any(_has_own_hooks(part) or methods & part.__dict__.keys() for part in parts):
         return False
     return all(getattr(kind, m) is getattr(nn.Module, m) for kind in set(map(type, parts)) for m in methods)
+
+
+def _has_own_hooks(module: nn.Module) -> bool:
+    """Return whether hooks of the script change what state_dict() returns. FSDP's only reshards first."""
+    return any(
+        getattr(hook, "__qualname__", "") != _FSDP_HOOK
+        for hooks in _get_module_hooks(module)
+        for hook in hooks.values()
+    )
 
 
 def _is_plain_optimizer(optimizer: Optimizer) -> bool:

@@ -21,19 +21,30 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from elastic_resume.checkpoint.shards import Shards
 from elastic_resume.errors import CorruptError, UntrackableError
 
 MAX_DEPTH = 200  # a state dict is 5 deep; Python's stack ends at 1000
+MAX_SHARDS = 1024  # local ranks of a node
 TAG = "$"
 _PLAIN_INT_LIMIT = 1 << 63  # other JSON readers may round greater integers
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Stand in for a tensor; ``name`` is its name in the image, only `state` interprets ``kind``."""
+    """Stand in for a tensor; ``name`` is its name in the image, only `state` interprets ``kind``.
+
+    With ``shards`` the image holds `Shards.names` in its place.
+    """
 
     name: str
     kind: str = "tensor"
+    shards: Shards | None = None
+
+    @property
+    def stored_names(self) -> list[str]:
+        """The names of its entries in the image."""
+        return [self.name] if self.shards is None else self.shards.names(self.name)
 
 
 def encode(value: Any, path: str = "") -> Any:
@@ -95,7 +106,10 @@ def _encode_float(value: float, _path: str) -> Any:
 def _encode_tensor_ref(value: TensorRef, path: str) -> Any:
     if type(value.name) is not str or type(value.kind) is not str:
         _reject(value, path)
-    return {TAG: "tensor", "name": value.name, "kind": value.kind}
+    encoded = {TAG: "tensor", "name": value.name, "kind": value.kind}
+    if value.shards is not None:
+        encoded |= {TAG: "sharded", **vars(value.shards)}
+    return encoded
 
 
 def _encode_items(value: Iterable[Any], path: str, ancestors: tuple[int, ...]) -> list[Any]:
@@ -186,6 +200,15 @@ def _decode_pairs(fields: dict[str, Any]) -> dict[Any, Any]:
     return {_decode(key): _decode(value) for key, value in fields["items"]}
 
 
+def _decode_shards(fields: dict[str, Any]) -> Shards:
+    numbers = fields["dim"], fields["size"], fields["count"]
+    if any(type(number) is not int or not 0 <= number < _PLAIN_INT_LIMIT for number in numbers):
+        raise ValueError(f"impossible shards {numbers}")
+    if not 0 < numbers[2] <= MAX_SHARDS:
+        raise ValueError(f"{numbers[2]} shards")
+    return Shards(*numbers)
+
+
 def _decode_counter(fields: dict[str, Any]) -> Counter[Any]:
     counter: Counter[Any] = Counter()
     dict.update(counter, _decode_pairs(fields))  # Counter.update would add, and fail on non-numbers
@@ -198,6 +221,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "complex": lambda fields: complex(*_decode_bits(fields, ">2d")),
     "bytes": lambda fields: base64.b64decode(fields["base64"]),
     "tensor": lambda fields: TensorRef(fields["name"], fields["kind"]),
+    "sharded": lambda fields: TensorRef(fields["name"], fields["kind"], _decode_shards(fields)),
     "tuple": lambda fields: tuple(_decode_items(fields)),
     "dict": _decode_pairs,
     "OrderedDict": lambda fields: OrderedDict(_decode_pairs(fields)),

@@ -23,7 +23,7 @@ import xxhash
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import DIRECT_IO_ALIGNMENT, memory_address
-from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.layout import Layout, header_size
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from elastic_resume.errors import (
     CheckpointError,
@@ -231,7 +231,7 @@ def read_image(
             if direct_descriptor >= 0 and not _is_cached(descriptor, start, len(block)):
                 done = _read_direct(direct_descriptor, start, block)
             read_exact(descriptor, start + done, block[done:])
-            _verify_block(manifest, index, block)
+            _verify_block(manifest, index, image)
             return start + len(block)
 
         try:
@@ -275,9 +275,8 @@ def verify_mapping(
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         for index in range(len(manifest.blocks)):
             _prefault(mapping, index * manifest.block_bytes, manifest.block_bytes)
-            block = _block_view(image, manifest, index)
-            _verify_block(manifest, index, block)
-            on_verified(index * manifest.block_bytes + len(block))
+            _verify_block(manifest, index, image)
+            on_verified(min((index + 1) * manifest.block_bytes, manifest.file_bytes))
         Layout.parse(image, manifest.file_bytes)
 
 
@@ -315,12 +314,25 @@ def _prefault(mapping: mmap.mmap, start: int, size: int) -> None:
             raise
 
 
-def _verify_block(manifest: Manifest, index: int, block: memoryview) -> None:
+def _verify_block(manifest: Manifest, index: int, image: memoryview) -> None:
+    block = _block_view(image, manifest, index)
     if xxhash.xxh3_128_hexdigest(block) != manifest.blocks[index]:
-        start = index * manifest.block_bytes
+        start, stop = index * manifest.block_bytes, index * manifest.block_bytes + len(block)
         raise CorruptError(
-            f"{constants.STATE_FILE} bytes {start} to {start + len(block)} do not match their digest."
+            f"{constants.STATE_FILE} bytes {start} to {stop} do not match their digest"
+            f"{_describe_tensors(image, start, stop)}."
         )
+
+
+def _describe_tensors(image: memoryview, start: int, stop: int) -> str:
+    """Name the tensors within these bytes, if the header can still be parsed."""
+    try:
+        extents = Layout.parse(image[: header_size(image[:8], len(image))], len(image)).extents
+    except CheckpointError:
+        return ""
+    names = [name for name, extent in extents.items() if extent.start < stop and start < extent.stop]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f" (they hold {names[0]}{more})" if names else ""
 
 
 @contextlib.contextmanager

@@ -235,6 +235,7 @@ class StepBoundary:
     is_commit_due: bool = False
     is_comparison_due: bool = False
     is_epoch_over: bool = False
+    needs_all_ranks: bool = False
 
     @property
     def takes_snapshots(self) -> bool:
@@ -247,7 +248,8 @@ class BoundaryActions:
     """What to do now.
 
     ``leader_only``: the local leader copies alone, because the other ranks do not expect this snapshot.
-    ``announces``: the local leader then announces the step of the next snapshot.
+    ``announces``: the local leader then announces the step of the next snapshot. ``announces_next_step``:
+    it announces the next step, for a commit that needs all local ranks.
     """
 
     takes_snapshot: bool = False
@@ -255,6 +257,7 @@ class BoundaryActions:
     compares: bool = False
     leader_only: bool = False
     announces: bool = False
+    announces_next_step: bool = False
     writes_directly: bool = False
 
 
@@ -262,11 +265,14 @@ def decide_actions(boundary: StepBoundary) -> BoundaryActions:
     """Decide what to do at a step boundary.
 
     With fewer than two slots, or with snapshots off, a snapshot serves a commit only. Without any slot the
-    state goes to disk directly. The second snapshot of an epoch's last step is never compared.
+    state goes to disk directly. The second snapshot of an epoch's last step is never compared. Where each
+    local rank holds a part of the state, a snapshot is taken only at a step that all of them expect.
     """
     commits, announced = boundary.is_commit_due, boundary.announced_step
     if boundary.slot_count == 0:
         return BoundaryActions(writes_directly=commits)
+    if boundary.needs_all_ranks:
+        return _decide_for_all_ranks(boundary)
     if not boundary.takes_snapshots:
         return BoundaryActions(takes_snapshot=commits, commits=commits, leader_only=commits)
     is_expected = announced is not None and boundary.step >= announced
@@ -280,3 +286,16 @@ def decide_actions(boundary: StepBoundary) -> BoundaryActions:
         leader_only=boundary.is_epoch_over or not is_expected,
         announces=True,
     )
+
+
+def _decide_for_all_ranks(boundary: StepBoundary) -> BoundaryActions:
+    """Decide for a node none of whose ranks can take a snapshot alone."""
+    announced, commits = boundary.announced_step, boundary.is_commit_due
+    is_expected = announced is not None and boundary.step >= announced
+    if boundary.takes_snapshots and boundary.is_epoch_over:
+        return BoundaryActions(takes_snapshot=True, commits=commits, announces=True)
+    if is_expected and (boundary.takes_snapshots or commits):
+        compares = boundary.is_comparison_due and boundary.takes_snapshots
+        return BoundaryActions(takes_snapshot=True, commits=commits, compares=compares, announces=True)
+    is_wanted = commits or (boundary.takes_snapshots and announced is None)
+    return BoundaryActions(announces_next_step=is_wanted and not is_expected)

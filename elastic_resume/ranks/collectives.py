@@ -60,8 +60,7 @@ class Collectives:
         if not dist.is_available():
             return cls(0, 1, None)
         creates_default = not dist.is_initialized()
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if creates_default and any(name not in os.environ for name in names):
+        if creates_default and not _has_launcher():
             return cls(0, 1, None)
         connections = connections or GroupConnections()
         try:
@@ -200,6 +199,33 @@ def _create_default_group(model_gpus: Collection[int]) -> None:
         options.lazy_init = True
         bound = {"device_id": torch.device("cuda", gpu), "pg_options": options}
     dist.init_process_group("cpu:gloo,cuda:nccl", **bound)
+
+
+def _has_launcher() -> bool:
+    """Return whether the environment says how to join a process group."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def make_node_mesh() -> Any:
+    """Return a `DeviceMesh` of one dimension, "shard": the ranks of this node. Join the process group first.
+
+    The ranks are those that torchrun has started on this node (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE). Without a
+    launcher it is this process.
+    """
+    from torch.distributed import HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
+
+    if not dist.is_initialized():
+        if _has_launcher():
+            _create_default_group([])
+        else:
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        atexit.register(_destroy_process_groups, [], True)
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", "0"))
+    group = dist.new_group(list(range(first, first + count)), use_local_synchronization=True)
+    device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
+    return DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))
 
 
 def _frame(data: bytes, size: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,12 @@ class RankContext:
             name: self.node_by_rank.index(name) for name in dict.fromkeys(self.node_by_rank)
         }
         self.is_local_leader = self.local_leader_by_node[self.node] == collectives.rank
-        self.local_rank = self.node_by_rank[: collectives.rank].count(self.node)
+        counts = Counter[str]()
+        self.local_rank_by_rank: list[int] = []
+        for name in self.node_by_rank:
+            self.local_rank_by_rank.append(counts[name])
+            counts[name] += 1
+        self.local_rank = self.local_rank_by_rank[collectives.rank]
 
     @property
     def catalog(self) -> Catalog:

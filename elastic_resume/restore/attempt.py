@@ -42,6 +42,7 @@ from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
+from elastic_resume.checkpoint.shards import shard_index
 from elastic_resume.checkpoint.writer import CheckpointWriter
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import (
@@ -139,6 +140,7 @@ class _StateLoader:
     manifest: Manifest
     values: SourceValues
     tensor_pool: TensorPool
+    local_rank: int
     loaded_bytes: int = 0  # for the display of progress
 
     def load(self, buffer: StreamingBuffer) -> None:
@@ -146,7 +148,13 @@ class _StateLoader:
         tracked, values, extents = self.tracked, self.values, buffer.layout.extents
         # Modules copy tensors into their own memory; other objects keep the tensors that they are given.
         keepers = tuple(f"{name}/" for name, item in tracked.items() if not isinstance(item, nn.Module))
-        names = [name for name in extents if name.startswith(keepers) and name not in values.names]
+        names = [
+            name
+            for name in extents
+            if name.startswith(keepers)
+            and name not in values.names
+            and shard_index(name) in {None, self.local_rank}  # other ranks load the other shards
+        ]
         is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
 
         def buffer_of(name: str) -> StreamingBuffer:
@@ -220,7 +228,7 @@ class RestoreAttempt:
         manifest = Manifest.parse(described[0].encode())
         values = SourceValues(_parse_values_layout(described[1], described[2], plan.nbytes))
         exchange = _Exchange(opened)
-        loader = _StateLoader(tracked, manifest, values, self._tensor_pool)
+        loader = _StateLoader(tracked, manifest, values, self._tensor_pool, context.local_rank)
         try:
             if plan.receiving_nodes:
                 exchange = self._start_exchange(opened, manifest)

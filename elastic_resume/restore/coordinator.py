@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -33,7 +34,14 @@ from torch.optim import Optimizer
 from elastic_resume import failpoints
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.errors import DivergenceError, ElasticResumeError, MachineError, MismatchError
+from elastic_resume.checkpoint.shards import shard_index
+from elastic_resume.errors import (
+    DivergenceError,
+    ElasticResumeError,
+    MachineError,
+    MismatchError,
+    UntrackableError,
+)
 from elastic_resume.policy import reasons, resume_plan
 from elastic_resume.policy.resume_plan import Inventory, ResumePlan
 from elastic_resume.policy.wording import MIXED_HARDWARE_HINT
@@ -44,7 +52,7 @@ from elastic_resume.restore.sources import StateSource, list_sources, take_inven
 from elastic_resume.restore.warm_memory import TensorPool, count_state_tensors
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
-from elastic_resume.state import load_objects, state_dict
+from elastic_resume.state import load_objects, sharded, state_dict
 from elastic_resume.state.state_dict import (
     BUFFER,
     DTYPE_BY_NAME,
@@ -74,7 +82,7 @@ class ResumeResult:
     flat_state: FlatState
     nodes: tuple[str, ...]
     duration_s: float
-    on_disk: bool = False  # on a local leader: the node's own disk holds the fully verified state
+    on_disk: bool = False  # the node's own disk holds the fully verified state
     earlier_command: tuple[str, ...] | None = None
 
     @property
@@ -108,6 +116,7 @@ def restore(
     sources = list_sources(context, slot_client)
 
     def flatten_and_list() -> tuple[tuple[FlatState, MachineError | None], Any]:
+        _check_shards(context, tracked)
         flat = state_dict.flatten(tracked)
         if not context.is_local_leader:
             return (flat, None), None
@@ -136,7 +145,14 @@ def restore(
             break
         inventories = _exclude_failed_states(context, plan, sources, inventories, failures)
     failpoints.hit("resume.loaded")
-    context.run_on_all_ranks(lambda: context.is_local_leader and node_dir.persist_generation(plan.generation))
+    on_disk = loaded is not None and loaded.opened is not None and loaded.opened.on_disk
+
+    def persist_generation() -> tuple[None, bool]:
+        if context.is_local_leader:
+            node_dir.persist_generation(plan.generation)
+        return None, on_disk
+
+    _, on_disks = context.run_and_gather(persist_generation)
     earlier_command = _find_earlier_command(plan, inventories)
     if disk_error is not None and loaded is not None:
         logger.warning(
@@ -145,8 +161,29 @@ def restore(
     nodes = tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
     manifest = loaded.manifest if loaded is not None else None
-    on_disk = loaded is not None and loaded.opened is not None and loaded.opened.on_disk
+    on_disk = on_disks[context.local_leader_by_node[context.node]]
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)
+
+
+def _check_shards(context: RankContext, tracked: Mapping[str, Any]) -> None:
+    """Raise UntrackableError unless the ranks of each node hold the whole model together."""
+    own = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node]
+    for model_name, item in tracked.items():
+        for name, parameter in item.named_parameters() if isinstance(item, nn.Module) else ():
+            if not sharded.is_dtensor(parameter):
+                continue
+            ranks = sharded.find_shard_ranks(parameter)
+            if len(ranks) > 1 and ranks != own:
+                raise UntrackableError(
+                    f"{model_name}/{name}: it is sharded over the ranks {ranks}, and node {context.node} has "
+                    f"the ranks {own}. Each node must hold the whole model: shard over the ranks of one "
+                    "node, with fully_shard(..., mesh=er.shard_mesh())."
+                )
+            if len({*Counter(context.node_by_rank).values()}) > 1:
+                raise UntrackableError(
+                    f"{model_name}/{name}: it is sharded, and the nodes have different numbers of ranks: "
+                    f"{dict(Counter(context.node_by_rank))}. Give all nodes the same --nproc-per-node."
+                )
 
 
 def _parse_inventory(encoded: Any) -> Inventory:
@@ -177,7 +214,7 @@ def _check_disk_space(
 
 def estimate_state_bytes(flat: FlatState, tracked: Mapping[str, Any]) -> int:
     """Estimate the bytes of the state after each optimizer's first step."""
-    size = sum(leaf.tensor.numel() * leaf.tensor.element_size() for leaf in flat.leaves)
+    size = sum(spec.nbytes for leaf in flat.leaves for spec in leaf.list_specs())
     for name, item in tracked.items():
         if isinstance(item, Optimizer) and not any(
             leaf.name.startswith(f"{name}/state/") for leaf in flat.leaves
@@ -301,27 +338,33 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
         if not (isinstance(item, nn.Module) or name == DATA or name.startswith(RESERVED_PREFIX))
     }
     structures = {name: flat.structure[name] for name in others}
-    digest = state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": structures})
-    collectives = context.collectives
-    if len(set(collectives.gather(digest))) == 1:
+    digests = {**state_dict.digest_leaves(flat.leaves), "": state_dict.combine_digests(structures)}
+    if find_first_difference(context, lambda: digests) is None:
         return
-    structures, specs = collectives.broadcast_json(
-        [structures, [[*astuple(make_spec(*leaf))] for leaf in leaves.items()]], 0
-    )
-    values = {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
-    is_source = collectives.rank == 0
-    with torch.no_grad():
-        for name, dtype, shape in specs:
-            if is_source:
-                collectives.broadcast(values[name].cpu().contiguous(), 0)
-                continue
+    collectives, values = context.collectives, {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
+    structures = collectives.broadcast_json(structures, 0)
+    divided = {name for name in leaves if shard_index(name) is not None}
+    first_node = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node_by_rank[0]]
+    for source in first_node if divided else [0]:
+        # The first rank sends what every rank holds, and its shards; the others of its node send theirs.
+        sent = leaves.keys() if source == 0 else [name for name in leaves if name in divided]
+        specs = [[*astuple(make_spec(name, leaves[name]))] for name in sent]
+        for name, dtype, shape in collectives.broadcast_json(specs, source):
+            is_source = collectives.rank == source
             tensor = torch.empty(shape, dtype=DTYPE_BY_NAME[dtype])
-            collectives.broadcast(tensor, 0)
+            if is_source:
+                tensor = values[name].cpu().contiguous()
+            collectives.broadcast(tensor, source)
+            if is_source or shard_index(name) not in {None, context.local_rank}:
+                continue
             if name.startswith(modules):
-                values[name].copy_(tensor)
+                with torch.no_grad():
+                    values[name].copy_(tensor)
             else:
                 values[name] = tensor
-    context.run_on_all_ranks(lambda: None if is_source else _load_rank_0_state(others, structures, values))
+    context.run_on_all_ranks(
+        lambda: None if collectives.rank == 0 else _load_rank_0_state(others, structures, values)
+    )
 
 
 def _load_rank_0_state(

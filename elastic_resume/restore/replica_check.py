@@ -6,7 +6,7 @@ and every rank reports the first that it holds differently. The callers decide w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
+from elastic_resume.checkpoint.shards import shard_index
 from elastic_resume.errors import DivergenceError
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.state import state_dict
@@ -40,25 +41,37 @@ def find_first_difference(
 ) -> RankDifference | None:
     """Compare named values (digests, say) over all ranks; return None if names, order and values are equal.
 
-    Every rank calls it at the same time, and all get the same answer. If ``compute`` fails on one rank, all
-    raise.
+    Shards are compared between ranks that hold the same ones, those of equal local rank. Every rank calls it
+    at the same time, and all get the same answer. If ``compute`` fails on one rank, all raise.
     """
     collectives = context.collectives
 
-    def combine() -> tuple[Mapping[str, str], str]:
+    def combine() -> tuple[Mapping[str, str], list[str]]:
         own = compute()
-        return own, state_dict.combine_digests({"": list(own.items())})
+        shards = [item for item in own.items() if shard_index(item[0]) is not None]
+        whole = [item for item in own.items() if shard_index(item[0]) is None]
+        return own, [state_dict.combine_digests({"": items}) for items in (whole, shards)]
 
     values, digests = context.run_and_gather(combine)
-    if len(set(digests)) == 1:
+    all_ranks = list(range(collectives.size))
+    by_local_rank: dict[int, list[int]] = {}
+    for rank, local_rank in enumerate(context.local_rank_by_rank):
+        by_local_rank.setdefault(local_rank, []).append(rank)
+    compared = [(0, all_ranks), *((1, ranks) for ranks in by_local_rank.values())]
+    differing = [pair for pair in compared if len({digests[rank][pair[0]] for rank in pair[1]}) > 1]
+    if not differing:
         return None
-    items_of_rank_0 = collectives.broadcast_json(list(values.items()), 0)
-    first_by_rank = collectives.gather(_first_difference_from(items_of_rank_0, values))
+    part, ranks = differing[0]
+    own = {name: value for name, value in values.items() if (shard_index(name) is None) == (part == 0)}
+    reference = collectives.broadcast_json(list(own.items()), ranks[0])
+    is_compared = collectives.rank in ranks
+    first_by_rank = collectives.gather(_first_difference_from(reference, own) if is_compared else None)
     _, name = min(first for first in first_by_rank if first is not None)
-    value_by_rank = collectives.gather(values.get(name))
-    if len(set(value_by_rank)) == 1:  # the order of the names differs
-        value_by_rank = digests
-    return RankDifference(name, describe_groups(value_by_rank), tuple(digests))
+    gathered = collectives.gather(own.get(name))
+    found = [gathered[rank] for rank in ranks]
+    if len(set(found)) == 1:  # the order of the names differs
+        found = [digests[rank][part] for rank in ranks]
+    return RankDifference(name, describe_groups(found, ranks), tuple("".join(each) for each in digests))
 
 
 def _first_difference_from(reference: list[list[str]], values: Mapping[str, str]) -> tuple[int, str] | None:
@@ -71,10 +84,13 @@ def _first_difference_from(reference: list[list[str]], values: Mapping[str, str]
     return None
 
 
-def describe_groups(value_by_rank: list[Any]) -> str:
-    """Return the groups of ranks with equal values, as ``rank 0, 2 against rank 1``."""
+def describe_groups(values: Sequence[Any], ranks: Sequence[int] | None = None) -> str:
+    """Return the groups of ranks with equal values, as ``rank 0, 2 against rank 1``.
+
+    ``ranks`` are those of the ``values``; all ranks in order by default.
+    """
     groups: dict[Any, list[int]] = {}
-    for rank, value in enumerate(value_by_rank):
+    for rank, value in zip(ranks or range(len(values)), values, strict=True):
         groups.setdefault(value, []).append(rank)
     more = f" and {len(groups) - MAX_NAMED_GROUPS} other values" if len(groups) > MAX_NAMED_GROUPS else ""
     named = list(groups.values())[:MAX_NAMED_GROUPS]
@@ -137,7 +153,12 @@ def _describe_difference(difference: RankDifference, step: int, *, has_ddp: bool
         "outside of the module in DDP, a backward pass that bypasses the DDP module or stays in no_sync(), "
         "a scheduler that follows a rank's own loss."
     )
-    if not has_ddp:
+    if shard_index(difference.name) is not None:
+        cause = (
+            "The model is sharded, and its nodes train models of their own: call run.replicate(model) after "
+            "er.resume(), unless its mesh has a dimension for the nodes."
+        )
+    elif not has_ddp:
         cause = (
             "No tracked model is in DDP, so each rank trains its own: write model = run.ddp(model) after "
             "er.resume(), or wrap it in DistributedDataParallel before, and call what that returns. If you "

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.state.sharded import to_local
 
 _MIN_BYTES = 64 << 10  # smaller tensors lie in memory that the allocator has touched already
 
@@ -54,7 +55,7 @@ def prepare(tracked: Mapping[str, Any], state_bytes: int, slot_client: SlotClien
     if slot_client is not None and reserves:
         slot_client.prepare_slots(slot_bytes, is_estimate=True)
     new = (
-        torch.empty(parameter.shape, dtype=parameter.dtype).zero_()
+        torch.empty(to_local(parameter).shape, dtype=parameter.dtype).zero_()
         for item in tracked.values()
         if isinstance(item, Optimizer) and not item.state
         for group in item.param_groups

@@ -76,14 +76,17 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
     checkpoints = (open_checkpoint.open_checkpoint(path_a), open_checkpoint.open_checkpoint(path_b))
     state_a, state_b = (dict(_iter_state(checkpoint)) for checkpoint in checkpoints)
     names = list(dict.fromkeys([*state_a, *state_b]))
-    differences = [
-        difference
-        for name in names
-        for difference in _find_differences(name, state_a.get(name, _ABSENT), state_b.get(name, _ABSENT))
-    ]
-    tensor_count = sum(
-        isinstance(state_a.get(name), Tensor) or isinstance(state_b.get(name), Tensor) for name in names
-    )
+    differences: list[Difference] = []
+    tensor_count = 0
+    for name in names:
+        values = [
+            checkpoint.tensor(value) if isinstance(value, TensorRef) else value
+            for checkpoint, value in zip(
+                checkpoints, (state_a.get(name, _ABSENT), state_b.get(name, _ABSENT)), strict=True
+            )
+        ]
+        differences += _find_differences(name, *values)
+        tensor_count += any(isinstance(value, Tensor) for value in values)
     compared_a, compared_b = (
         ComparedCheckpoint(str(checkpoint.path), checkpoint.manifest.generation, checkpoint.manifest.step)
         for checkpoint in checkpoints
@@ -92,10 +95,10 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
 
 
 def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
-    """Yield every value with its path; tensors are views of the checkpoint."""
+    """Yield every value with its path, and references to tensors."""
     for name, leaf in iter_leaves({"position": asdict(checkpoint.manifest.position), **checkpoint.state}):
         if name != _NOT_COMPARED:
-            yield name, checkpoint.tensor(leaf) if isinstance(leaf, TensorRef) else leaf
+            yield name, leaf
 
 
 def _find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:

@@ -29,7 +29,7 @@ from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves, open_image
-from elastic_resume.state.state_dict import RESERVED_PREFIX, TensorBuffer
+from elastic_resume.state.state_dict import RESERVED_PREFIX, TensorBuffer, view_bytes
 
 NAME_PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
@@ -161,12 +161,15 @@ def _is_tensor_ref(leaf: Any) -> bool:
 
 
 def _make_spec(buffer: TensorBuffer, key: str, ref: TensorRef) -> TensorSpec:
-    extent = buffer.layout.extents[ref.name]
+    extent = buffer.layout.extents[ref.stored_names[0]]
+    shape = extent.shape
+    if ref.shards is not None:
+        shape = (*shape[: ref.shards.dim], ref.shards.size, *shape[ref.shards.dim + 1 :])
     if ref.kind not in _COMPLEX_DTYPES:
-        return TensorSpec(key, extent.dtype, extent.shape)
+        return TensorSpec(key, extent.dtype, shape)
     if ref.kind == "complex128":
         raise UsageError(f"{key}: safetensors has no complex128; use --format torch.")
-    return TensorSpec(key, _COMPLEX_DTYPES[ref.kind], extent.shape[:-1])
+    return TensorSpec(key, _COMPLEX_DTYPES[ref.kind], shape[:-1])
 
 
 def _write_safetensors(target: Path, checkpoint: OpenCheckpoint, references: Mapping[str, TensorRef]) -> int:
@@ -175,7 +178,8 @@ def _write_safetensors(target: Path, checkpoint: OpenCheckpoint, references: Map
     def write(file: IO[bytes]) -> None:
         file.write(layout.header)
         for key in layout.extents:
-            file.write(checkpoint.buffer.tensor_bytes(references[key].name))
+            tensor = checkpoint.tensor(references[key]).contiguous()
+            file.write(view_bytes(tensor))
 
     return _write_file(target, write)
 

@@ -6,7 +6,8 @@ Invariant: names, shapes and dtypes are compared before anything is changed, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import MismatchError
+from elastic_resume.state import sharded
+from elastic_resume.state.sharded import LiveShards
 from elastic_resume.state.state_dict import COMPLEX_KINDS, TrackedTensors, make_name_canonicalizer, type_name
 
 # Keys that schedulers write into the groups of an optimizer.
@@ -39,7 +42,8 @@ def load_into(
 
     Args:
         tracked: name -> object, from `collect_objects`.
-        structure: the stored counterpart of `FlatState.structure`.
+        structure: the stored counterpart of `FlatState.structure`. Of a tensor that is sharded now this
+            rank loads its part, however the stored one is divided.
         get_tensor: returns a stored tensor by name, on the CPU. It may block; its memory is not kept.
         peek_tensor: returns a tensor for its shape and dtype only, without blocking; default ``get_tensor``.
         make_tensor: returns a tensor for an object to keep; default is a copy from ``get_tensor``.
@@ -49,7 +53,8 @@ def load_into(
 
     """
     stored = {name: json_codec.decode(part) for name, part in structure.items()}
-    problems = _find_mismatches(tracked, stored, peek_tensor or get_tensor)
+    live, peek = LiveShards(_iter_tensors(tracked)), peek_tensor or get_tensor
+    problems = _find_mismatches(tracked, stored, peek, live)
     if problems:
         shown = "\n  ".join(problems[:50])
         more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
@@ -62,11 +67,11 @@ def load_into(
         if isinstance(item, nn.Module):
             restored = _build_module_state(item, stored[name], get_tensor)
         elif isinstance(item, TrackedTensors):
-            restored = replace_references(stored[name], get_tensor)
+            targets = item.state_dict()
+            restored = {k: replace_references(v, get_tensor, targets.get(k)) for k, v in stored[name].items()}
         else:
-            restored = replace_references(
-                stored[name], cache_by_name(make_tensor or (lambda key: get_tensor(key).clone()))
-            )
+            make = cache_by_name(make_tensor or (lambda key: get_tensor(key).clone()))
+            restored = _build_state(item, stored[name], make, peek, live)
         try:
             item.load_state_dict(restored)
             if isinstance(item, Optimizer):
@@ -78,8 +83,23 @@ def load_into(
             ) from error
 
 
+def _iter_tensors(tracked: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors of the live objects that may be sharded; an optimizer's state is made anew."""
+    for item in tracked.values():
+        if isinstance(item, nn.Module):
+            yield from item.parameters()
+        elif isinstance(item, Optimizer):
+            for group in item.param_groups:
+                yield from group["params"]
+        elif isinstance(item, TrackedTensors):
+            yield from item.state_dict().values()
+
+
 def _find_mismatches(
-    tracked: Mapping[str, Any], stored: Mapping[str, Any], get_tensor: Callable[[str], Tensor]
+    tracked: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    get_tensor: Callable[[str], Tensor],
+    live_shards: LiveShards,
 ) -> list[str]:
     problems = [f"{name}: tracked now, not in the checkpoint" for name in tracked if name not in stored]
     problems += [
@@ -98,8 +118,8 @@ def _find_mismatches(
         for key in sorted(live.keys() | kept.keys()):
             if key.rpartition(".")[2] == _EXTRA_STATE_KEY and key in live and key in kept:
                 continue  # the module checks it itself
-            here = _describe_value(live.get(key), get_tensor)
-            there = _describe_value(kept.get(key), get_tensor)
+            here = _describe_value(live.get(key), get_tensor, live_shards)
+            there = _describe_value(kept.get(key), get_tensor, live_shards)
             if here != there:
                 place = "the model" if isinstance(item, nn.Module) else "the tracked tensors"
                 problems.append(f"{name}/{key}: {here} in {place}, {there} in the checkpoint")
@@ -131,9 +151,12 @@ def _find_setting_mismatches(name: str, item: Optimizer | LRScheduler, stored: A
     return problems
 
 
-def _describe_value(value: Any, get_tensor: Callable[[str], Tensor]) -> str:
+def _describe_value(value: Any, get_tensor: Callable[[str], Tensor], live_shards: LiveShards) -> str:
     if value is None:
         return "absent"
+    if isinstance(value, TensorRef) and value.shards is not None:
+        part = replace_references(TensorRef(live_shards.find_name(value), value.kind), get_tensor)
+        return _describe(part.dtype, live_shards.shape_of(value, get_tensor)[: part.dim()])
     if isinstance(value, TensorRef):
         value = replace_references(value, get_tensor)
     return describe_tensor(value) if isinstance(value, Tensor) else "not a tensor"
@@ -141,18 +164,54 @@ def _describe_value(value: Any, get_tensor: Callable[[str], Tensor]) -> str:
 
 def describe_tensor(tensor: Tensor) -> str:
     """Return dtype and shape, such as ``float32[2, 3]``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return _describe(tensor.dtype, tensor.shape)
+
+
+def _describe(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _build_module_state(
-    module: nn.Module, stored: Mapping[str, Any], get_tensor: Callable[[str], Tensor]
+    module: nn.Module,
+    stored: Mapping[str, Any],
+    get_tensor: Callable[[str], Tensor],
 ) -> dict[str, Any]:
     canonical = make_name_canonicalizer(module)
     live = module.state_dict()
     # A live state_dict carries the version numbers that modules read when they load.
     for key in live:
-        live[key] = replace_references(stored[canonical(key)], get_tensor)
+        live[key] = replace_references(stored[canonical(key)], get_tensor, live[key])
     return live
+
+
+def _build_state(
+    item: Any,
+    stored: Any,
+    make_tensor: Callable[[str], Tensor],
+    peek_tensor: Callable[[str], Tensor],
+    live_shards: LiveShards,
+) -> Any:
+    """Build the state of any object but a module. An optimizer's tensors are divided as its parameters."""
+    is_like_torch = isinstance(item, Optimizer) and isinstance(stored, dict)
+    if not is_like_torch or not isinstance(stored.get("state"), dict):
+        return replace_references(stored, make_tensor, live_shards.find)
+    parameters = [parameter for group in item.param_groups for parameter in group["params"]]
+
+    def find_live(index: Any, ref: TensorRef) -> Any:
+        is_known = type(index) is int and 0 <= index < len(parameters)
+        parameter: Any = parameters[index] if is_known else None
+        if not sharded.is_dtensor(parameter):
+            return live_shards.find(ref)
+        shape = live_shards.shape_of(ref, peek_tensor)
+        shape = shape[:-1] if ref.kind in COMPLEX_KINDS.values() else shape
+        return parameter if shape == tuple(parameter.shape) else live_shards.find(ref)
+
+    rest = {key: value for key, value in stored.items() if key != "state"}
+    state = {
+        index: replace_references(entries, make_tensor, partial(find_live, index))
+        for index, entries in stored["state"].items()
+    }
+    return {"state": state, **replace_references(rest, make_tensor)}
 
 
 def cache_by_name(make_tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
@@ -185,20 +244,31 @@ def _restore_dtypes(optimizer: Optimizer, restored: Mapping[str, Any]) -> None:
                 live[key] = value.to(cast.device)
 
 
-def replace_references(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
-    """Replace the references in a decoded state by tensors and arrays."""
+def replace_references(value: Any, get_tensor: Callable[[str], Tensor], live: Any = None) -> Any:
+    """Replace the references in a decoded state by tensors and arrays.
+
+    ``live`` is a DTensor, or a function that returns one or None for a reference. Such a tensor is then
+    divided in the same way, and this rank gets its part. Any other tensor becomes whole.
+    """
     if isinstance(value, TensorRef):
-        tensor = get_tensor(value.name)
+        like = live(value) if callable(live) and not isinstance(live, Tensor) else live
+        like = like if sharded.is_dtensor(like) else None
+        if like is None:
+            tensor = sharded.read_whole(value, get_tensor)
+        else:
+            tensor = sharded.read_own(value, like, get_tensor)
         if value.kind in COMPLEX_KINDS.values():
-            return torch.view_as_complex(tensor)
+            tensor = torch.view_as_complex(tensor)
+        if like is not None:
+            return sharded.rebuild(tensor, like)
         if value.kind == "numpy":
             return tensor.numpy()
         return tensor.numpy()[()] if value.kind == "numpy-scalar" else tensor
     if isinstance(value, dict):
-        items = {k: replace_references(v, get_tensor) for k, v in value.items()}
+        items = {k: replace_references(v, get_tensor, live) for k, v in value.items()}
         return items if type(value) is dict else type(value)(items)
     if type(value) in {list, tuple}:
-        return type(value)(replace_references(v, get_tensor) for v in value)
+        return type(value)(replace_references(v, get_tensor, live) for v in value)
     if type(value) is deque:
-        return deque((replace_references(v, get_tensor) for v in value), value.maxlen)
+        return deque((replace_references(v, get_tensor, live) for v in value), value.maxlen)
     return value

@@ -43,8 +43,9 @@ class OpenCheckpoint:
     state: Mapping[str, Any]
 
     def tensor(self, ref: TensorRef) -> Tensor:
-        """Return the tensor of ``ref``. It shares the image's memory: copy it to keep it."""
-        tensor = self.buffer.tensor(ref.name)
+        """Return the tensor of ``ref``, whole. It may share the image's memory: copy it to keep it."""
+        parts = [self.buffer.tensor(name) for name in ref.stored_names]
+        tensor = parts[0] if ref.shards is None else torch.cat(parts, ref.shards.dim)
         return torch.view_as_complex(tensor) if ref.kind in COMPLEX_KINDS.values() else tensor
 
 
@@ -119,8 +120,9 @@ def _decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CorruptError("the manifest's state is not an object.")
     for _, leaf in iter_leaves(state):
-        if isinstance(leaf, TensorRef) and leaf.name not in layout.extents:
-            raise CorruptError(f"the manifest refers to the tensor {leaf.name!r}, which the data file lacks.")
+        for name in leaf.stored_names if isinstance(leaf, TensorRef) else ():
+            if name not in layout.extents:
+                raise CorruptError(f"the manifest refers to the tensor {name!r}, which the data file lacks.")
     return state
 
 

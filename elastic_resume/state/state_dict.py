@@ -33,7 +33,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.checkpoint.shards import Shards, tensor_name
 from elastic_resume.errors import ConfigError, UntrackableError
+from elastic_resume.state import sharded
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +182,20 @@ class Leaf:
     name: str
     tensor: Tensor
     kind: str
+    shards: Shards | None = None  # of which ``tensor`` is this rank's
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other ranks of the node hold other parts of the tensor."""
+        return self.shards is not None and self.shards.count > 1
+
+    def list_specs(self) -> list[TensorSpec]:
+        """Describe the tensor as it lies in the image, or all of its shards."""
+        if self.shards is None:
+            return [make_spec(self.name, self.tensor)]
+        dtype, shape = NAME_BY_DTYPE[self.tensor.dtype], tuple(self.tensor.shape)
+        names = self.shards.names(tensor_name(self.name))
+        return [TensorSpec(name, dtype, self.shards.shape(i, shape)) for i, name in enumerate(names)]
 
 
 @dataclass(frozen=True)
@@ -382,6 +398,10 @@ class TensorCollector:
 
     def add_tensor(self, tensor: Tensor, path: str, kind: str) -> TensorRef:
         """Collect ``tensor`` under a name made from ``path``. Tied tensors share the first one's name."""
+        shards, index = None, 0
+        if sharded.is_dtensor(tensor):
+            shards, index = sharded.describe(tensor, path)
+            tensor = sharded.to_local(tensor)
         _check_storable(tensor, path)
         stored_as, tensor = to_stored_form(tensor)
         key = make_key(tensor, stored_as)
@@ -390,14 +410,15 @@ class TensorCollector:
                 self._find_known_name(key) if self._find_known_name else None
             )
             if name is not None:
-                return TensorRef(name, stored_as)
+                return TensorRef(tensor_name(name) if shards else name, stored_as, shards)
         name = path
         while name in self._used_names:  # keys 1 and "1" of one dict have the same path
             name += "~"
         self._used_names.add(name)
-        self.name_by_key[key] = name
-        self.leaves.append(Leaf(name, tensor, kind))
-        return TensorRef(name, stored_as)
+        entry = shards.name(name, index) if shards else name
+        self.name_by_key[key] = entry
+        self.leaves.append(Leaf(entry, tensor, kind, shards))
+        return TensorRef(name, stored_as, shards)
 
     def _add_numpy(self, value: Any, path: str, kind: str) -> Any:
         if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype.kind not in "biuf":
@@ -443,10 +464,7 @@ def _check_storable(tensor: Tensor, path: str) -> None:
             f"has dtype {tensor.dtype}, which cannot be stored; dequantise or convert it in state_dict()"
         )
     elif type(tensor) not in {Tensor, nn.Parameter, nn.Buffer}:
-        problem = (
-            f"is a {type_name(tensor)}: only plain tensors that every rank holds whole are tracked "
-            "(DDP, not FSDP or tensor parallelism)"
-        )
+        problem = f"is a {type_name(tensor)}: only plain tensors, and those that FSDP2 shards, can be tracked"
     if problem:
         raise UntrackableError(f"{path}: this tensor {problem}.")
 
@@ -573,7 +591,7 @@ class UntrackedOptimizerCheck:
             return
         self._checked_optimizers.add(optimizer)
         addresses = {
-            value.data_ptr()
+            sharded.to_local(value).data_ptr()
             for entries in optimizer.state.values()
             for value in (entries.values() if isinstance(entries, dict) else ())
             if isinstance(value, Tensor) and value.numel()

@@ -38,7 +38,7 @@ from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
-from elastic_resume.training import announce, worker_exit
+from elastic_resume.training import announce, sharding, worker_exit
 from elastic_resume.training.heartbeat import count_collectives
 from elastic_resume.training.own_time import OwnTime
 from elastic_resume.training.rank0_buffers import Rank0Buffers
@@ -227,6 +227,19 @@ class Run:
         reference = weakref.ref(wrapped)  # the registration outlives the generation
         failpoints.register_action("skip-collective", lambda: _skip_next_reduction(reference()))
         return wrapped
+
+    def replicate(self, model: nn.Module) -> nn.Module:
+        """Sum the gradients of a sharded model over the nodes; return the model. Instead of `ddp`.
+
+        ``model`` was given to ``fully_shard(..., mesh=er.shard_mesh())`` before `er.resume`. Gradients are
+        averaged over all ranks in each backward pass.
+
+        Raises:
+            UsageError: the model is not sharded, or FSDP replicates it already.
+
+        """
+        sharding.replicate(model, self._context, self._context.collectives)
+        return model
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs of ``count``, an interrupted one first.
@@ -433,12 +446,13 @@ class Run:
     def save(self) -> Path | None:
         """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.
 
-        Call it at a step boundary. After an epoch's last batch call it when the epoch's other work is done,
-        because a resume from it begins with the next epoch. Return None on other ranks, if this generation
-        started with the same step on disk, and if the disk failed (which is logged).
+        Call it at a step boundary, on every rank if the model is sharded. After an epoch's last batch call it
+        when the epoch's other work is done, because a resume from it begins with the next epoch. Return None
+        on other ranks, if this generation started with the same step on disk, and if the disk failed (which
+        is logged).
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
-        if not self._context.is_local_leader:
+        if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_ranks):
             return None
         position, is_epoch_over = self._progress.position_to_resume_from()
         with self._heartbeat.busy():
@@ -629,6 +643,11 @@ class Run:
             raise UsageError("run.restartable: call the function in the main thread.")
         if self._link is None or self._collectives is None:
             return
+        if self._snapshot_scheduler.needs_all_ranks:
+            raise UsageError(
+                "run.restartable: the model is sharded, and its process groups end with their world. Train "
+                "without run.restartable: then the processes are restarted."
+            )
         if not self._collectives.created_default_group and dist.is_initialized():
             raise UsageError(
                 "run.restartable: the script has called init_process_group(), so er.resume() cannot do it "
@@ -705,12 +724,14 @@ class Run:
 
     def _save_if_due(self) -> bool:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
-        if self._drain_request.requested and self._context.is_local_leader:
+        scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
+        is_drained = self._drain_request.requested and self._context.is_local_leader
+        if is_drained and not scheduler.needs_all_ranks:
             with self._heartbeat.busy():
-                self._snapshot_scheduler.keep_state(self.position, is_epoch_over=self._progress.is_epoch_over)
+                scheduler.keep_state(self.position, is_epoch_over=is_epoch_over)
             return True
-        self._snapshot_scheduler.after_step(self.position, is_epoch_over=self._progress.is_epoch_over)
-        return False
+        scheduler.after_step(self.position, is_epoch_over=is_epoch_over)
+        return is_drained and not is_epoch_over and scheduler.keep_next_step(self.position)
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}

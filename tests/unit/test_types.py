@@ -29,4 +29,4 @@ def test_typed_script_uses_every_public_name() -> None:
 def test_typed_script_runs(tmp_path: Path) -> None:
     """What passes the check also works."""
     (done,) = launch_ranks.run_ranks(1, SCRIPTS / "typed.py", str(tmp_path))
-    assert "trained: True 3 hooks" in done.stdout, done.stderr
+    assert "trained: True 4 hooks" in done.stdout, done.stderr

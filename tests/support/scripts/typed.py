@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -68,6 +69,12 @@ def train_as_a_library(run: er.Run, loader: DataLoader[tuple[Tensor, ...]]) -> f
             run.step()
     run.end_epoch()
     return weights
+
+
+def shard(run: er.Run, model: nn.Module) -> nn.Module:
+    """Divide a model over the ranks of this node."""
+    fully_shard(model, mesh=er.shard_mesh())
+    return run.replicate(model)
 
 
 def make_group(run: er.Run) -> object:
@@ -131,7 +138,7 @@ def main(directory: Path) -> None:
             group["lr"] *= change.factor
 
     assert read_lines([directory], count)
-    hooks = (log_resume, scale, make_group)
+    hooks = (log_resume, scale, make_group, shard)
 
     @run.restartable
     def train() -> None:

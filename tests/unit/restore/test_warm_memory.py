@@ -62,7 +62,7 @@ def load(tracked: dict[str, object], pool: TensorPool) -> None:
     flat = state_dict.flatten(saved)
     image, manifest = write_image(flat)
     values = attempt.SourceValues(attempt.build_values_layout(Layout.parse(image, len(image)), ()))
-    attempt._StateLoader(tracked, manifest, values, pool).load(StreamingBuffer.from_complete(image))
+    attempt._StateLoader(tracked, manifest, values, pool, 0).load(StreamingBuffer.from_complete(image))
     loaded = state_dict.flatten(tracked)
     assert state_dict.digest_leaves(loaded.leaves) == state_dict.digest_leaves(flat.leaves)
     for each in (saved, tracked):

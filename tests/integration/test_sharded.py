@@ -1,0 +1,200 @@
+"""Models that are sharded over the ranks of each node: what a kill costs, what resumes, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_resume as er
+from elastic_resume.testing import Cluster
+from tests.support import launch_ranks
+from tests.support.paths import SCRIPTS
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "sharded.py"
+FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
+STEPS = 20
+
+
+def train(directory: Path, nodes: int, min_nodes: int, plan: list[tuple[int, int, str]]) -> Path:
+    """Train on nodes of two ranks; start a node again that was killed, if it is required."""
+    log = directory / "log"
+    log.mkdir(parents=True)
+    with Cluster(directory, nodes=nodes, min_nodes=min_nodes, workers_per_node=2, flags=FLAGS) as cluster:
+        cluster.start(SCRIPT, "--losses", str(log), "--plan", json.dumps(plan))
+        for step, rank, who in plan:
+            if who == "node" and nodes == min_nodes:
+                cluster.wait((log / f"done-{step}").exists, "the kill of a node")
+                cluster.kill_node(rank // 2)
+                cluster.start_node(rank // 2)
+        codes = cluster.wait_exit()
+        assert [code for code in codes if code != -9] == [0] * len([c for c in codes if c != -9]), (
+            cluster.output(0)
+        )
+        assert cluster.lost_steps == 0
+    return log
+
+
+def read_losses(log: Path) -> dict[int, dict[tuple[int, int], list[float]]]:
+    """Return, by step and by (generation, number of ranks), the losses of the ranks, in their order."""
+    losses: dict[int, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for path in sorted(log.glob("rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            losses[entry["step"]][entry["generation"], entry["world"]].append(entry["loss"])
+    return losses
+
+
+def read_ends(log: Path) -> dict[str, Any]:
+    """Return what each rank has written at its end."""
+    return {path.name: json.loads(path.read_text()) for path in log.glob("end*.json")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of a run of three nodes in which nothing dies."""
+    return train(tmp_path_factory.mktemp("undisturbed"), 3, 3, [])
+
+
+def test_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    """A worker dies, then a node, which comes back empty: every rank computes what it would have."""
+    log = train(tmp_path, 3, 3, [(4, 3, "worker"), (9, 5, "node")])
+    whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
+    assert len(whole) == STEPS
+    for step, found in read_losses(log).items():
+        assert whole[step] in found.values(), f"step {step} was never finished"
+        assert all(set(losses) <= set(whole[step]) for losses in found.values()), f"step {step}"
+    ends = read_ends(log)
+    assert len(ends) == 6
+    assert ends == read_ends(undisturbed)
+    assert len({json.dumps(end["whole"]) for end in ends.values()}) == 1
+
+
+def test_the_loss_of_a_node_keeps_samples_and_losses(undisturbed: Path, tmp_path: Path) -> None:
+    """Two of three nodes go on alone: the same global batches, so the same mean losses."""
+    log = train(tmp_path, 3, 2, [(7, 4, "node")])
+    losses = read_losses(log)
+    assert {world for found in losses.values() for _, world in found} == {6, 4}
+    whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
+    for step, found in losses.items():
+        (generation, world), ranks = max(found.items())
+        assert len(ranks) == world, f"step {step} of generation {generation}"
+        assert math.isclose(sum(ranks) / world, sum(whole[step]) / 6, rel_tol=1e-5), f"step {step}"
+
+
+def test_checkpoints_without_snapshots(tmp_path: Path) -> None:
+    """A commit waits for the next step, in which all ranks of the node take their part."""
+    (tmp_path / "log").mkdir()
+    flags = ["--snapshot-every", "off", "--save-every", "5"]
+    with Cluster(tmp_path, nodes=1, workers_per_node=2, flags=flags) as cluster:
+        cluster.start(SCRIPT, "--losses", str(tmp_path / "log"))
+        assert cluster.wait_exit() == [0], cluster.output(0)
+        steps = [event["step"] for event in cluster.events("commit")]
+        assert not cluster.events("snapshot-failed")
+    assert len(steps) > 2
+    assert steps[-1] == STEPS
+
+
+def test_a_drained_job_loses_no_step(tmp_path: Path) -> None:
+    """All nodes are asked to end: they finish a step together, and the next start goes on from it."""
+    (tmp_path / "log").mkdir()
+    with Cluster(tmp_path, nodes=2, min_nodes=2, workers_per_node=2, flags=FLAGS) as cluster:
+        words = ["--losses", str(tmp_path / "log"), "--epochs", "4"]
+        cluster.start(SCRIPT, *words)
+        cluster.wait(step=5)
+        for index in range(2):
+            cluster.kill_agent(index, signal.SIGTERM)
+        assert cluster.wait_exit() == [128 + signal.SIGTERM] * 2, cluster.output(0)
+        cluster.start(SCRIPT, *words)
+        assert cluster.wait_exit() == [0] * 2, cluster.output(0)
+        assert cluster.lost_steps == 0
+
+
+def test_a_checkpoint_of_shards_is_read_as_a_whole(undisturbed: Path, tmp_path: Path) -> None:
+    """er.load and export see whole tensors; for a damaged byte a tensor and its shard are named."""
+    (end, *_) = read_ends(undisturbed).values()
+    node = undisturbed.parent / "disks" / "n1" / "job" / "n1"
+    state = er.load(node)
+    assert {name: value.tolist() for name, value in state.items()} == end["whole"]
+    optimizer = er.load(node, "optimizer")
+    assert optimizer["state"][0]["exp_avg"].shape == state["0.weight"].shape
+    newest = max(path for path in node.iterdir() if re.match(r"g\d+-s\d+", path.name))
+    target = tmp_path / "model.pt"
+    command = [sys.executable, "-m", "elastic_resume"]
+    subprocess.run([*command, "export", str(newest), str(target)], check=True)
+    exported = torch.load(target, weights_only=True)
+    assert all(torch.equal(exported[name], value) for name, value in state.items())
+    copy = shutil.copytree(newest, tmp_path / "n1" / newest.name)
+    file = copy / "state.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    words = [*command, "verify", "--deep", str(copy)]
+    verified = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert verified.returncode != 0
+    assert "(they hold model/0.weight@0of2 and " in " ".join(verified.stdout.split())
+
+
+def test_a_resume_divides_anew(undisturbed: Path, tmp_path: Path) -> None:
+    """Two shards become three, then whole tensors of DDP, which trains on, then two shards again."""
+    shutil.copytree(undisturbed.parent / "disks" / "n1", tmp_path / "checkpoints")
+    (end, *_) = read_ends(undisturbed).values()
+    expected = end["whole"]
+    for number, (ranks, words) in enumerate(
+        [(3, []), (2, ["--ddp", "--epochs", "2"]), (2, ["--epochs", "2"])]
+    ):
+        log = tmp_path / str(number)
+        log.mkdir()
+        settings = {
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_RANK": "0",
+            "ELASTIC_RESUME_NODE_NAME": "n1",
+            "ELASTIC_RESUME_RUN_ID": "job",
+            "ELASTIC_RESUME_CKPT_DIR": str(tmp_path / "checkpoints"),
+        }
+        env = [{**settings, "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        for done in launch_ranks.run_ranks(ranks, SCRIPT, "--losses", str(log), *words, env=env):
+            assert done.returncode == 0, done.stderr
+        ends = read_ends(log)
+        assert len(ends) == ranks
+        if "--ddp" in words:  # it has trained on
+            assert ends["end0.json"]["whole"] != expected
+            expected = ends["end0.json"]["whole"]
+        assert all(found["whole"] == expected for found in ends.values()), words
+
+
+def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Two nodes of two ranks: optimizers, precisions, placements and meshes."""
+    env = [
+        {"LOCAL_RANK": str(r % 2), "LOCAL_WORLD_SIZE": "2", "ELASTIC_RESUME_NODE_NAME": f"n{r // 2}"}
+        for r in range(4)
+    ]
+    results = []
+    for done in launch_ranks.run_ranks(4, SCRIPTS / "sharded_kinds.py", str(tmp_path), env=env):
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    assert len(results[0]) == 14
+    for kind in results[0]:
+        for rank, result in enumerate(ranks[kind] for ranks in results):
+            assert "error" not in result, f"{kind}, rank {rank}: {result['error']}"
+            assert result["began"] == 3, f"{kind}: not resumed in its middle"
+            assert not result["differ"], f"{kind}, rank {rank}: {result['differ']}"
+            assert result["losses"], f"{kind}, rank {rank}: another loss"
+            if kind in {"AdamW", "fused", "compiled"}:
+                assert result["overlaps"], f"{kind}, rank {rank}: copied while training waits"
+            assert result["loaded"] is (True if rank % 2 == 0 else None), f"{kind}, rank {rank}"
+    for rank in results:  # FSDP's own averaging over nodes, and accumulation, compute the same
+        for kind in ("mesh of two dimensions", "mesh of three dimensions"):
+            assert rank[kind]["loss"] == pytest.approx(rank["AdamW"]["loss"], rel=1e-5), kind

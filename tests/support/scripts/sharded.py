@@ -1,0 +1,84 @@
+"""A training script whose model is sharded over the ranks of each node; it records losses, and ends planned.
+
+``--plan`` is a JSON list of ``[step, rank, who]``: after that step the rank kills its worker (itself) or its
+node, once. Each rank appends its losses to a file of its own, and writes its final state to another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import elastic_resume as er
+from elastic_resume import constants
+from elastic_resume.state import state_dict
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--losses", type=Path, required=True)
+parser.add_argument("--plan", type=json.loads, default=[])
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--ddp", action="store_true", help="every rank holds the whole model")
+args = parser.parse_args()
+
+torch.set_num_threads(1)
+torch.manual_seed(int(os.environ["GROUP_RANK"]))  # each node another model: a cold start makes them equal
+model: Any = nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 32), nn.Tanh(), nn.Linear(32, 1))
+for part in () if args.ddp else (model[0], model[2], model):
+    fully_shard(part, mesh=er.shard_mesh())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+generator = torch.Generator().manual_seed(0)
+inputs = torch.randn(240, 16, generator=generator)
+batches = er.GlobalBatches(240, 12, seed=0)
+loader: Any = torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_sampler=batches
+)
+run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
+wrapped = run.ddp(model) if args.ddp else run.replicate(model)
+
+
+def kill_as_planned(step: int) -> None:
+    """Kill this worker, or its node."""
+    for at, rank, who in args.plan:
+        done = args.losses / f"done-{at}"
+        if (at, rank) == (step, run.rank) and not done.exists():
+            done.touch()
+            if who == "node":
+                os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+for _ in run.epochs(args.epochs):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (wrapped(x) - y).square().mean() * run.loss_weight
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        run.step()
+        step = run.position.step
+        with (args.losses / f"rank{run.rank}.jsonl").open("a") as file:
+            entry = {"step": step, "generation": run.generation, "world": run.world_size, "loss": loss.item()}
+            file.write(json.dumps(entry) + "\n")
+        kill_as_planned(step)
+
+run.assert_ranks_equal()
+flat = state_dict.flatten({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+end = {
+    "digests": state_dict.digest_leaves(flat.leaves),
+    "whole": {
+        name: (value if args.ddp else value.full_tensor()).tolist()
+        for name, value in model.state_dict().items()
+    },
+}
+(args.losses / f"end{run.rank}.json").write_text(json.dumps(end))
+run.close()
