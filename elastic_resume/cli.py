@@ -134,7 +134,7 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         fork_server = forkserver_manager.prefork() if can_fork else None
         gc.enable()
     try:
-        args, given = config.parse_flags_and_file(torchelastic.build_parser(), arguments)
+        args, given = config.parse_flags(torchelastic.build_parser(), arguments)
         options.check_torchrun_values(args)
         here = environment.read_context(os.environ)
         settings = config.Settings.for_agent(args, os.environ, here)
@@ -155,8 +155,8 @@ def _omp_threads_of_workers(arguments: Sequence[str]) -> Iterator[None]:
     """Set OMP_NUM_THREADS within the context as torchrun sets it for workers: to 1 if there are several.
 
     OpenMP reads it once, when torch is imported, and workers are forked from this process. torchrun's parser
-    is in torch, so this one reads a single flag. Where the settings file or the script's own words say
-    otherwise, the workers' fork server is a new process.
+    is in torch, so this one reads a single flag. Where the script's own words say otherwise, the workers'
+    fork server is a new process.
     """
     from elastic_resume.config import Parser  # noqa: PLC0415
 

@@ -1,12 +1,11 @@
 """Parse the settings of one job on one node, and choose each value's source.
 
-An argument of `er.resume()` comes first, then a flag, the file of ``--config``, the environment, the default.
+An argument of `er.resume()` comes first, then a flag, the environment, the default.
 
 `OPTIONS` declares each setting once: its name, help, default, parser, and whether it has a flag. Each setting
-has a key in the file and a variable ELASTIC_RESUME_NAME. Every value is parsed here. A wrong value or an
-unknown key is a ConfigError of one or two lines with the value's source and the accepted forms. Parsing
-changes nothing on disk. torchrun's own flags come in as an argparse parser, so this module does not import
-torch.
+has a variable ELASTIC_RESUME_NAME. Every value is parsed here. A wrong value is a ConfigError of one or two
+lines with the value's source and the accepted forms. Parsing changes nothing on disk. torchrun's own flags
+come in as an argparse parser, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import yaml
+from typing import Any, NoReturn
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
@@ -45,7 +42,6 @@ _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
     ("false", "no", "off", "0"), False
 )
 ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-CONFIG_HELP = "YAML file of settings: flags without their dashes"
 
 
 def suggest_similar(name: str, known: Iterable[str]) -> str:
@@ -173,7 +169,7 @@ def parse_count(setting: str, value: object, *, minimum: int) -> int:
 
 
 def parse_switch(setting: str, value: object) -> bool:
-    """Parse true, false, or another word that YAML reads as such."""
+    """Parse true, false, or another word for them."""
     text = str(value).strip().lower()
     if text not in _BOOLEANS:
         raise ConfigError(f"{setting} is {text[:100]!r}: write true or false.")
@@ -205,13 +201,13 @@ def parse_drain_signals(setting: str, value: object) -> list[str]:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting: its key in the file, its variable, and perhaps its flag.
+    """One setting: its name, its variable, and perhaps its flag.
 
     Attributes:
-        name: the key, and the flag after its dashes; with underscores, the field of `Settings` or of the
+        name: its name, and the flag after its dashes; with underscores, the field of `Settings` or of the
             parsed arguments, and the argument of `er.resume()`.
         metavar: the accepted forms; None for a switch.
-        help: one line for ``--help``; empty if users are not to set it by key or flag.
+        help: one line for ``--help``; empty if users are not to set it, or torchrun's flag sets it.
         parse: gets the source and the given value.
         default: text for ``parse`` if nothing is given; None: the value is then None.
         has_flag: whether ``run`` has a flag for it.
@@ -259,7 +255,7 @@ OPTIONS = (
         DEFAULT_CKPT_DIR,
         has_flag=True,
     ),
-    Option("run-id", "NAME", "", validate_directory_name),  # its flag and key are torchrun's rdzv-id
+    Option("run-id", "NAME", "", validate_directory_name),  # its flag is torchrun's --rdzv-id
     Option(
         "save-every",
         "N|TIME",
@@ -413,7 +409,6 @@ OPTIONS = (
 )
 FLAG_OPTIONS = tuple(option for option in OPTIONS if option.has_flag)
 OPTIONS_WITHOUT_FLAG = tuple(option for option in OPTIONS if option.help and not option.has_flag)
-_OPTION_BY_KEY = {name: option for option in OPTIONS if option.help for name in (option.name, option.field)}
 
 
 def read_option(
@@ -421,8 +416,8 @@ def read_option(
 ) -> Any:
     """Return an option's parsed value: the given one, else the variable's, else the default.
 
-    ``given`` has values by field: arguments of `er.resume()`, flags, or keys of the file. ``sources`` says
-    for an error where each came from.
+    ``given`` has values by field: arguments of `er.resume()`, or flags. ``sources`` says for an error where
+    each came from.
     """
     value, source = given.get(option.field), sources.get(option.field, option.field)
     if value is None or (value == "" and option.parse is validate_directory_name):
@@ -432,10 +427,9 @@ def read_option(
 
 def describe_missing_flag(name: str) -> str:
     """Return how to give a setting that has no flag; empty if there is no such setting."""
-    option = _OPTION_BY_KEY.get(name)
-    if option is None or option.has_flag:
-        return ""
-    return f"{name} has no flag: write {name} in the file of --config, or set {option.variable}."
+    variables = {option.field: option.variable for option in OPTIONS_WITHOUT_FLAG}
+    variable = variables.get(name.replace("-", "_"))
+    return f"{name} has no flag: set {variable}." if variable else ""
 
 
 def find_misspelled_variables(environ: Mapping[str, str]) -> list[str]:
@@ -487,8 +481,7 @@ class Settings:
     ) -> Settings:
         """Build the settings of ``elastic-resume run``.
 
-        ``args`` are from `parse_flags_and_file`. The scheduler's name of the job is the fallback for the run
-        id.
+        ``args`` are from `parse_flags`. The scheduler's name of the job is the fallback for the run id.
         """
         script = args.training_script.rpartition(".")[2] if args.module else args.training_script
         # torchrun's default for --rdzv-id is the word "none"; PET_RDZV_ID may have replaced it.
@@ -540,7 +533,7 @@ class Settings:
 _FIELDS = tuple(field.name for field in fields(Settings))
 
 
-# ---- flags and the file --------------------------------------------------------------------------------
+# ---- flags ---------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -553,7 +546,7 @@ class Parser(argparse.ArgumentParser):
             unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
             flag = (unknown or [message[len(prefix) :]])[0].partition("=")[0]
             known = actions_by_flag(self)
-            message = describe_missing_flag(flag.removeprefix("--")) if "--config" in known else ""
+            message = describe_missing_flag(flag.removeprefix("--")) if "--save-every" in known else ""
             kind = "flag" if unknown else "argument"
             message = message or f"unknown {kind} {flag}.{suggest_similar(flag, known)}"
         elif unknown_command := re.fullmatch(
@@ -580,10 +573,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add elastic_resume's flags to torchrun's parser, in their own group. None means not given."""
     group = parser.add_argument_group(
         "elastic_resume",
-        "A flag beats the --config file; the file beats the environment (ELASTIC_RESUME_*, PET_*). An "
-        "argument of er.resume() beats them all, except for ckpt-dir, rdzv-id and node-name. TIME is a "
-        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every and --snapshot-every a "
-        "bare number is steps.",
+        "A flag beats the environment (ELASTIC_RESUME_*, PET_*). An argument of er.resume() beats both, "
+        "except for ckpt-dir, rdzv-id and node-name. TIME is a number of seconds, or has a unit: 500ms, 30s, "
+        "5m, 1.5h. For --save-every and --snapshot-every a bare number is steps.",
     )
     for option in FLAG_OPTIONS:
         text = option.help + (f"; {option.details}" if option.details else "")
@@ -593,112 +585,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         else:
             text += f" (default {option.default_text})"
             group.add_argument(*names, help=text, metavar=option.metavar)
-    group.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
 
 
-def parse_flags_and_file(
+def parse_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[argparse.Namespace, set[str]]:
-    """Parse the flags and the ``--config`` file, and read every setting of ours.
+    """Parse the flags, and read every setting of ours.
 
-    Returns the values, and the names of those given by flag or file; the others come from the environment or
-    are defaults. Our settings are parsed, and torchrun's are as its parser returns them. ``args.run_id`` and
-    ``args.node_name`` are None if not given. ``args.sources`` says where each given value came from.
+    Returns the values, and the names of those given by flag; the others come from the environment or are
+    defaults. Our settings are parsed, and torchrun's are as its parser returns them. ``args.run_id`` and
+    ``args.node_name`` are None if not given. ``args.sources`` has the flag of each given value.
     """
     missing = object()
     dests = {action.dest for action in actions_by_flag(parser).values()}
     flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(dests, missing)))
     given = {dest for dest in dests if getattr(flags, dest) is not missing}
+    args = parser.parse_args(argv)
+    values = {option.field: getattr(args, option.field) for option in FLAG_OPTIONS if option.field in given}
     sources = {dest: f"--{dest.replace('_', '-')}" for dest in given}
-    from_file = read_settings_file(Path(flags.config), parser) if "config" in given else {}
-    file_conf = from_file["rdzv_conf"].text if "rdzv_conf" in from_file else ""
-    from_file = {dest: entry for dest, entry in from_file.items() if dest not in given}
-    words = [entry.word for entry in from_file.values() if entry.word]
-    parser.set_defaults(**{dest: False for dest, entry in from_file.items() if entry.word == ""})
-    args = parser.parse_args([*words, *argv])
-    if file_conf and "rdzv_conf" in given:  # a flag with one key leaves the file's other keys, as the token
-        args.rdzv_conf = f"{file_conf},{args.rdzv_conf}"
-    sources |= {dest: entry.source for dest, entry in from_file.items()}
-    values = {dest: entry.text for dest, entry in from_file.items() if entry.word is None}
-    values |= {option.field: getattr(args, option.field) for option in FLAG_OPTIONS if option.field in given}
-    if "rdzv_id" in sources:
+    if "rdzv_id" in given:
         values["run_id"], sources["run_id"] = args.rdzv_id, sources["rdzv_id"]
     for option in OPTIONS:
         setattr(args, option.field, read_option(option, values, sources, environ))
     args.sources = sources
-    return args, given | from_file.keys()
-
-
-class FileEntry(NamedTuple):
-    """One line of the file. ``word`` is a flag of torchrun; empty: a switch that is off; None: ours."""
-
-    text: str
-    source: str
-    word: str | None
-
-
-def read_settings_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, FileEntry]:
-    """Read the YAML file of ``--config`` into its entries, by destination.
-
-    A value is the flag's text. YAML's own types would be wrong: YAML 1.1 reads ``1:3`` as 63 and ``no`` as
-    false. So only the node tree is built, and no object of any tag. The parser checks the values of
-    torchrun's keys; `read_option` checks ours.
-
-    Raises:
-        ConfigError: not readable, not a flat mapping, an unknown or repeated key, a wrong value.
-
-    """
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())[:200]}") from error
-    if root is None:
-        return {}
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}: must hold lines of the form NAME: VALUE at its top, named as the flags.")
-    known = {
-        flag[2:]: action
-        for flag, action in actions_by_flag(parser).items()
-        if flag.startswith("--") and action.dest not in {"help", "help_all", "config"}
-    }
-    entries: dict[str, FileEntry] = {}
-    for key_node, value_node in root.value:
-        where = f"{path}:{key_node.start_mark.line + 1}"
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{where}: a key must be the name of a setting, and not a list or mapping.")
-        key = str(key_node.value)
-        option = _OPTION_BY_KEY.get(key)
-        if option is None and key not in known:
-            similar = suggest_similar(key, [*known, *_OPTION_BY_KEY])
-            raise ConfigError(f"{where}: unknown key {key!r}.{similar}")
-        dest = option.field if option is not None else known[key].dest
-        if dest in entries:
-            raise ConfigError(f"{where}: {key!r} is given twice.")
-        text = _read_text(key, value_node, where)
-        word = None if option is not None else _format_as_flag(key, known[key], text, where)
-        entries[dest] = FileEntry(text, f"{where} {key}", word)
-        try:
-            parser.parse_known_args([*filter(None, [word]), "script"])
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-    return entries
-
-
-def _read_text(key: str, value: yaml.Node, where: str) -> str:
-    """Return the value of a key as text; a list's items are joined by commas."""
-    items = value.value if isinstance(value, yaml.SequenceNode) else [value]
-    texts = [item.value for item in items if isinstance(item, yaml.ScalarNode)]
-    if len(texts) < len(items) or not all(texts) or value.tag.endswith(":null"):
-        raise ConfigError(f"{where}: {key} must be one value, or a list of plain values.")
-    return ",".join(texts)
-
-
-def _format_as_flag(key: str, action: argparse.Action, text: str, where: str) -> str:
-    """Return a key of torchrun's as a word of a command line; a switch that is off is an empty word."""
-    if action.nargs != 0:
-        return f"--{key}={text}"
-    if text.lower() not in _BOOLEANS:
-        raise ConfigError(f"{where}: {key} must be true or false.")
-    return f"--{key}" if _BOOLEANS[text.lower()] else ""
+    return args, given

@@ -4,7 +4,7 @@
 
     ElasticResumeError
      ├─ UsageError              the caller's code or flags are wrong            exit 1
-     │   ├─ ConfigError           a flag, key or variable is unknown or out of range    exit 2 of ``run``
+     │   ├─ ConfigError           a flag or variable is unknown or out of range         exit 2 of ``run``
      │   ├─ UntrackableError      an object holds state that cannot be stored
      │   ├─ MismatchError         the model does not fit the checkpoint
      │   └─ WorldChangedError     the number of ranks changed and the script forbids that
@@ -85,7 +85,7 @@ class UsageError(ElasticResumeError):
 
 
 class ConfigError(UsageError):
-    """An argument, flag, configuration key or environment variable is unknown or out of range.
+    """An argument, flag or environment variable is unknown or out of range.
 
     Raised by `er.resume` and by every command before it starts. Correct the setting that the text names.
     """

@@ -1,6 +1,6 @@
 """Parse durations and sizes as people write them, and format bytes, counts and foreign texts for messages.
 
-Every flag, variable and file uses these parsers. A bare number is seconds or bytes.
+Every flag and variable uses these parsers. A bare number is seconds or bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def parse_duration(setting: str, text: object, *, min_s: float = 0.0, max_s: flo
     """Return the seconds in ``300``, ``5m``, ``30s``, ``1.5h`` or ``500ms``.
 
     Args:
-        setting: the flag, key or variable, for the error message.
+        setting: the flag or variable, for the error message.
         text: the given value.
         min_s: the shortest accepted duration.
         max_s: the longest accepted duration.
@@ -60,7 +60,7 @@ def parse_size(setting: str, text: object, *, hint: str = "write a size (4GB, 51
     Slurm reads ``4G`` and Kubernetes reads ``4Gi`` as powers of two, and so does this parser.
 
     Args:
-        setting: the flag, key or variable, for the error message.
+        setting: the flag or variable, for the error message.
         text: the given value.
         hint: the end of the error message: what to write.
 

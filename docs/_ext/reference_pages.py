@@ -70,9 +70,9 @@ def command_lines() -> list[str]:
 
 
 def settings_lines() -> list[str]:
-    """Return the Markdown of a table with each setting's key, flag, argument of `er.resume` and variable."""
+    """Return the Markdown of a table with each setting's name, flag, argument of `er.resume` and variable."""
     arguments = inspect.signature(er.resume).parameters
-    lines = ["| key, flag, argument, variable | default | meaning |", "|---|---|---|"]
+    lines = ["| name, flag, argument, variable | default | meaning |", "|---|---|---|"]
     for option in config.OPTIONS:
         if not option.help:
             continue

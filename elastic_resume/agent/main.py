@@ -68,7 +68,7 @@ def run_agent(
 ) -> int:
     """Run the job's part on this node and return the command's exit code.
 
-    ``args`` are the values of `config.parse_flags_and_file`, and ``given_flags`` the names of the flags that
+    ``args`` are the values of `config.parse_flags`, and ``given_flags`` the names of the flags that
     the user gave. ``preforked`` is the workers' first fork server.
 
     Raises:

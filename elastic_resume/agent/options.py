@@ -1,7 +1,7 @@
 """Check the flags of ``run``, and fill in those that the user left to the scheduler.
 
-A flag, the file of ``--config`` and torchrun's own variables take precedence over the scheduler. If the
-scheduler's variables contradict each other and the job depends on them, the start fails with a ConfigError.
+A flag and torchrun's own variables take precedence over the scheduler. If the scheduler's variables
+contradict each other and the job depends on them, the start fails with a ConfigError.
 
 torchelastic finds most wrong flags too, but later: by an assertion, or by starting workers that cannot run.
 The checks read files and change nothing.

@@ -48,7 +48,6 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
     ),
     "other": (
         "metrics",
-        ("--config FILE", config.CONFIG_HELP),
         "quiet",
         ("-h, --help", "print this and exit"),
         ("--help-all", "print all of torchrun's flags and all settings"),
@@ -109,9 +108,8 @@ def format_help() -> str:
         *(line for title, entries in GROUPS.items() for line in ("", f"{title}:", *_format_group(entries))),
         "",
         "TIME is seconds, or 500ms, 30s, 5m, 1.5h. A bare N of --save-every is steps.",
-        "A setting of ours is a flag (--keep 5), a line of --config FILE (keep: 5), or",
-        "a variable (ELASTIC_RESUME_KEEP=5). A flag beats the file; the file beats the",
-        "variable. An argument of er.resume() (keep=5) beats all three.",
+        "A setting of ours is a flag (--keep 5) or a variable (ELASTIC_RESUME_KEEP=5).",
+        "A flag beats the variable. An argument of er.resume() (keep=5) beats both.",
         "Settings without a flag: elastic-resume run --help-all",
         "",
     ])  # fmt: skip
@@ -132,14 +130,10 @@ def _format_group(entries: tuple[str | tuple[str, str], ...]) -> Iterator[str]:
 
 def format_other_settings() -> str:
     """Return the settings without a flag and the keys of ``--rdzv-conf``."""
-    lines = ["settings without a flag: a key of the --config file, or a variable"]
+    lines = ["settings without a flag"]
     for option in config.OPTIONS_WITHOUT_FLAG:
         forms = option.metavar or "true|false"
-        lines += [
-            f"  {option.name + ': ' + forms}",
-            f"      {option.variable} (default {option.default_text})",
-            f"      {option.help}",
-        ]
+        lines += [f"  {option.variable}={forms}", f"      {option.help} (default {option.default_text})"]
     lines += ["", "keys of --rdzv-conf"]
     lines += [f"  {key + '=':<20}{text}" for key, text in CONF_KEYS.items()]
     return "\n".join(lines) + "\n"

@@ -429,7 +429,7 @@ def prepare_launch(
     given_flags = given_flags | {
         name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")
     }
-    # `standalone: false` and an unset shell variable name no rendezvous; the scheduler still does.
+    # PET_STANDALONE=0 and an unset shell variable name no rendezvous; the scheduler still does.
     given_flags = {name for name in given_flags if getattr(args, name, None) is not False}
     given_flags = {name for name in given_flags if getattr(args, name, None) != ""}
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)

@@ -299,8 +299,7 @@ def _node_taken_message(path: Path, node: str) -> str:
     return (
         f"node name {node!r} is taken: {path} is held by process {owner.get('pid', '?')} on host "
         f"{owner.get('host', '?')}{when} ({owner.get('command', 'command unknown')}). "
-        "End that process, or give this node another name: ELASTIC_RESUME_NODE_NAME, or node-name in the "
-        "file of --config."
+        "End that process, or give this node another name: ELASTIC_RESUME_NODE_NAME."
     )
 
 

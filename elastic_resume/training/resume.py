@@ -97,10 +97,10 @@ def resume(
     Call it once on every rank, after the objects are built, before or after wrapping in DDP. It joins the
     process group of torchrun's environment, unless the script has done so.
 
-    An argument beats a flag of ``elastic-resume run``, the flag beats the ``--config`` file, the file beats
-    the environment (``ELASTIC_RESUME_KEEP=5``), and the environment beats the default. There is one
-    exception: under ``elastic-resume run`` the agent decides ``ckpt_dir``, ``run_id`` and ``node_name``, and
-    the arguments of these names are ignored. The agent has locked that directory before the script starts.
+    An argument beats a flag of ``elastic-resume run``, the flag beats the environment
+    (``ELASTIC_RESUME_KEEP=5``), and the environment beats the default. There is one exception: under
+    ``elastic-resume run`` the agent decides ``ckpt_dir``, ``run_id`` and ``node_name``, and the arguments of
+    these names are ignored. The agent has locked that directory before the script starts.
 
     Args:
         model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).

@@ -43,7 +43,7 @@ def test_flags_in_the_files_are_flags_of_run() -> None:
         commands += examples.findall(path.read_text())
     assert len(commands) > 3
     for command in commands:
-        args, _ = config.parse_flags_and_file(torchelastic.build_parser(), command.split())
+        args, _ = config.parse_flags(torchelastic.build_parser(), command.split())
         assert args.training_script.endswith(".py")
 
 

@@ -31,10 +31,10 @@ FOREIGN = {
     "--oldest", "--only", "--open-mode", "--output", "--prefix", "--privileged", "--pwd", "--requeue",
     "--selector", "--setup", "--signal", "--step-delay", "--time", "--wait",
 }  # fmt: skip
-# Settings of the tests in the Makefile and in docs/benchmarks.md, and the word for any key.
+# Settings of the tests in the Makefile and in docs/benchmarks.md.
 FOREIGN_VARIABLES = {
-    "ELASTIC_RESUME_CHAOS_S", "ELASTIC_RESUME_FUZZ_CASES", "ELASTIC_RESUME_KEY",
-    "ELASTIC_RESUME_POWER_CUTS", "ELASTIC_RESUME_SOAK_KILLS",
+    "ELASTIC_RESUME_CHAOS_S", "ELASTIC_RESUME_FUZZ_CASES", "ELASTIC_RESUME_POWER_CUTS",
+    "ELASTIC_RESUME_SOAK_KILLS",
 }  # fmt: skip
 # Of a worker or an agent that a signal ended, as a scheduler reports it: SIGBUS, SIGKILL, SIGTERM.
 SIGNAL_CODES = {135, 137, 143}
@@ -60,9 +60,8 @@ def user_variables() -> set[str]:
 
 
 def former_flags() -> set[str]:
-    """Return the flags of earlier versions whose settings have no flag now."""
-    names = [option.name for option in config.OPTIONS if not option.has_flag]
-    return {f"--{name}" for name in names}
+    """Return the flags of earlier versions: for settings that have no flag now, and for a file of them."""
+    return {"--config", *(f"--{option.name}" for option in config.OPTIONS if not option.has_flag)}
 
 
 @pytest.mark.parametrize("path", [README, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))

@@ -88,12 +88,12 @@ def test_run_path_runs_without_launcher_shim(agents: Agents) -> None:
     assert "ran 0" in log
 
 
-def test_the_file_of_flags_is_used(agents: Agents) -> None:
-    """As flags would be."""
+def test_flags_beat_variables(agents: Agents) -> None:
+    """Both torchrun's and ours."""
     # In one piece: unbuffered, two workers' words would mix.
     agents.script('import os; e = os.environ; print(f\'env {e["WORLD_SIZE"]} {e["ELASTIC_RESUME_KEEP"]}\')')
-    (agents.directory / "f.yaml").write_text("nproc_per_node: 2\nkeep: 4\nckpt-dir: elsewhere\n")
-    code, log = agents.run("--config", "f.yaml", "train.py", PET_NPROC_PER_NODE="3", ELASTIC_RESUME_KEEP="9")
+    flags = ["--nproc-per-node", "2", "--keep", "4", "--ckpt-dir", "elsewhere"]
+    code, log = agents.run(*flags, "train.py", PET_NPROC_PER_NODE="3", ELASTIC_RESUME_KEEP="9")
     assert code == 0, log
     assert log.count("env 2 4") == 2
     assert (agents.directory / "elsewhere" / "train" / "a" / "events.jsonl").exists()
@@ -102,8 +102,7 @@ def test_the_file_of_flags_is_used(agents: Agents) -> None:
 def test_quiet_run_prints_warnings_and_errors_only(agents: Agents) -> None:
     """Workers inherit it. A job that fails still says why."""
     agents.script("import os, sys; print('quiet', os.environ.get('ELASTIC_RESUME_QUIET')); sys.exit(9)")
-    (agents.directory / "f.yaml").write_text("quiet: true\n")
-    code, log = agents.run("--config", "f.yaml", "train.py")
+    code, log = agents.run("--quiet", "train.py")
     assert code == 1
     lines = [line for line in log.splitlines() if line.startswith("elastic_resume")]
     assert "rank 0 ended with exit code 9; restarting." in lines[0]

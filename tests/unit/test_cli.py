@@ -33,7 +33,7 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["--keep", "1", "train.py"], "a checkpoint that turns out corrupt leaves nothing to resume from"),
         (["--keep", "many", "train.py"], "--keep is 'many'"),
         (["--rdzv-id", "a/b", "train.py"], "--rdzv-id is 'a/b', which cannot be the name of a directory"),
-        (["--node-name", "a", "train.py"], "node-name has no flag: write node-name in the file of --config"),
+        (["--node-name", "a", "train.py"], "node-name has no flag: set ELASTIC_RESUME_NODE_NAME"),
         (["--save-every", "often", "train.py"], "--save-every is 'often'"),
         (["--resume", "atuo", "train.py"], "Did you mean auto"),
         (["--nnodes", "2", "train.py"], "--rdzv-endpoint HOST,HOST"),
@@ -92,8 +92,6 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
             ["--rdzv-conf", "join_timeout", "train.py"],
             "--rdzv-conf is 'join_timeout': torchrun takes KEY=VALUE",
         ),
-        (["--config", "tee.yaml", "train.py"], "tee.yaml:1 tee is '9': torchrun takes 0, 1, 2 or 3"),
-        (["--config", "wrong.yaml", "train.py"], "wrong.yaml:1: unknown key 'kep'. Did you mean keep"),
         ([], "training_script"),
     ],
 )
@@ -107,8 +105,6 @@ def test_command_line_error_is_one_line_with_exit_code_2(
     # To root, as whom tests may run, everything is readable.
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != "unreadable.py" and access(path, mode))
-    (tmp_path / "wrong.yaml").write_text("kep: 3\n")
-    (tmp_path / "tee.yaml").write_text("tee: 9\n")
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(["run", *words]) == 2
     err = capsys.readouterr().err
@@ -144,15 +140,15 @@ def test_help_of_chaos_needs_no_pytest() -> None:
 
 
 def test_run_help_fits_screen_and_names_our_flags(capsys: Any) -> None:
-    """Sixty lines of eighty columns, with eleven flags of ours beside --quiet and --help-all."""
+    """Sixty lines of eighty columns, with ten flags of ours beside --quiet and --help-all."""
     assert cli.main(["run", "--help"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 80
     named = set(re.findall(r"^  (?:-\w, )?--([a-z-]+)", text, re.MULTILINE))
-    ours = {option.name for option in config.FLAG_OPTIONS} | {"config", "help-all"}
-    assert len(ours - {"quiet", "help-all"}) == 11
+    ours = {option.name for option in config.FLAG_OPTIONS} | {"help-all"}
+    assert len(ours - {"quiet", "help-all"}) == 10
     assert ours <= named
     torchruns = {flag.removeprefix("--") for flag in config.actions_by_flag(get_args_parser())}
     assert named - ours <= torchruns

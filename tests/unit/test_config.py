@@ -48,151 +48,52 @@ def make_parser() -> config.Parser:
     return parser
 
 
-def parse(
-    tmp_path: Path, yaml: str | None, *words: str, **environ: str
-) -> tuple[argparse.Namespace, set[str]]:
-    """Parse a command line with a file of the given text."""
-    if yaml is not None:
-        (tmp_path / "f.yaml").write_text(yaml)
-        words = ("--config", str(tmp_path / "f.yaml"), *words)
+def parse(*words: str, **environ: str) -> tuple[argparse.Namespace, set[str]]:
+    """Parse a command line."""
     line = [*words, "train.py", "--keep", "of-the-script"]
-    return config.parse_flags_and_file(make_parser(), line, environ)
+    return config.parse_flags(make_parser(), line, environ)
 
 
-def settings_of(tmp_path: Path, yaml: str | None, *words: str, **environ: str) -> Settings:
-    """Settings of a command line, a file and an environment."""
-    return Settings.for_agent(parse(tmp_path, yaml, *words, **environ)[0], environ)
+def settings_of(*words: str, **environ: str) -> Settings:
+    """Settings of a command line and an environment."""
+    return Settings.for_agent(parse(*words, **environ)[0], environ)
 
 
 # ---- precedence ----------------------------------------------------------------------------------------
 
 
-def test_settings_prefer_flags_then_file_then_environment(tmp_path: Path) -> None:
-    """Each layer sets a value that the layer above it overrides."""
-    yaml = "keep: 5\nsave-every: 30s\n"
-    environ = {"ELASTIC_RESUME_KEEP": "7", "ELASTIC_RESUME_SAVE_EVERY": "9", "ELASTIC_RESUME_RESUME": "must"}
-    found = settings_of(tmp_path, yaml, "--keep", "4", **environ)
-    assert (found.keep, str(found.save_every), found.resume) == (4, "30s", "must")
-
-
-def test_config_file_overrides_pet_variables(tmp_path: Path) -> None:
-    """PET_ROLE and PET_STANDALONE are defaults of torchrun's parser; the file wins, also with false."""
-    assert parse(tmp_path, None)[0].role == "from-environment"
-    args, given = parse(tmp_path, "role: from-file\nstandalone: false\n")
-    assert (args.role, args.standalone) == ("from-file", False)
-    assert {"role", "standalone"} <= given
-
-
-def test_config_file_keeps_node_range_as_text(tmp_path: Path) -> None:
-    """YAML 1.1 would read 1:3 as 63."""
-    assert parse(tmp_path, "nnodes: 1:3\n")[0].nnodes == "1:3"
-
-
-def test_config_file_accepts_dashes_and_underscores(tmp_path: Path) -> None:
-    """Types are those of the flags."""
-    args, _ = parse(tmp_path, "ckpt_dir: /x\nmax_restarts: 3\nduplicate-stdout-filters: [a, b]\n")
-    assert (args.ckpt_dir, args.max_restarts, args.duplicate_stdout_filters) == (Path("/x"), 3, ["a", "b"])
-
-
-def test_parser_leaves_arguments_after_script_to_script(tmp_path: Path) -> None:
+def test_parser_leaves_arguments_after_script_to_script() -> None:
     """--keep after the script's name is the script's argument."""
-    args, given = parse(tmp_path, None)
+    args, given = parse()
     assert args.training_script_args == ["--keep", "of-the-script"]
     assert "keep" not in given
 
 
-# ---- the file's errors ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("yaml", "said"),
-    [
-        ("kep: 3\n", r"f.yaml:1: unknown key 'kep'. Did you mean keep"),
-        ("keep: 3\nsave-evry: 3\n", r"f.yaml:2: unknown key 'save-evry'. Did you mean save-every"),
-        ("config: other.yaml\n", "unknown key 'config'"),
-        ("help_all: true\n", "unknown key 'help_all'"),
-        ('keep: "\\UFFFFFFFF"\n', "is not YAML"),
-        ('ckpt-dir: ""\n', "ckpt-dir must be one value"),
-        ("ckpt-dir: a\nckpt_dir: b\n", "f.yaml:2: 'ckpt_dir' is given twice"),
-        ("\nmax-restarts: many\n", "f.yaml:2: --max-restarts is 'many': write a whole number"),
-        ("start-method: thread\n", "f.yaml:1: .*invalid choice: 'thread'"),
-        ("standalone: 3\n", "standalone must be true or false"),
-        ("keep: [2, [3]]\n", "keep must be one value, or a list of plain values"),
-        ("keep: {a: 1}\n", "keep must be one value"),
-        ("keep:\n", "keep must be one value"),
-        ("- keep\n", "must hold lines of the form NAME: VALUE"),
-        ("keep: 3: 4\n", "is not YAML"),
-        ("? [a, b]\n: 3\n", "f.yaml:1: a key must be the name of a setting, and not a list or mapping.$"),
-        ("keep: 3\n? {a: b}\n: 3\n", "f.yaml:2: a key must be the name of a setting"),
-    ],
-)
-def test_config_file_error_names_line_and_key(tmp_path: Path, yaml: str, said: str) -> None:
-    """The message has one or two lines."""
-    with pytest.raises(ConfigError, match=said) as caught:
-        parse(tmp_path, yaml)
-    assert len(str(caught.value).splitlines()) <= 2
-
-
-def test_config_file_accepts_unquoted_off_where_flag_does(tmp_path: Path) -> None:
-    """YAML 1.1 reads an unquoted off as false."""
-    found = settings_of(tmp_path, "snapshot-every: off\nsnapshot-memory: off\ncheck-replicas: off\n")
-    assert (found.snapshot_every, found.snapshot_memory, found.check_replicas) == (OFF, 0, OFF)
-
-
-@pytest.mark.parametrize(
-    ("yaml", "said"),
-    [
-        ("keep: true\n", "f.yaml:1 keep is 'true': write a whole number"),
-        ("role: x\nkeep: [2, 3]\n", "f.yaml:2 keep is '2,3': write a whole number"),
-        ("keep: !!python/object/apply:os.system ['true']\n", "keep is 'true': write a whole number"),
-        ("save-every: off\n", "f.yaml:1 save-every is 'off': write a number of steps"),
-        ("snapshot-memory: 50%\n", "f.yaml:1 snapshot-memory is '50%': write a size"),
-        ("no-warm: 3\n", "f.yaml:1 no-warm is '3': write true or false"),
-    ],
-)
-def test_config_file_value_is_answered_as_flag(tmp_path: Path, yaml: str, said: str) -> None:
-    """A value is the flag's text; no YAML tag or truth value changes that."""
-    with pytest.raises(ConfigError, match=said):
-        settings_of(tmp_path, yaml)
-
-
-def test_empty_ckpt_dir_flag_is_refused(tmp_path: Path) -> None:
+def test_empty_ckpt_dir_flag_is_refused() -> None:
     """An unset shell variable must not become the current directory."""
     with pytest.raises(ConfigError, match="--ckpt-dir is '': write the path of a directory"):
-        settings_of(tmp_path, None, "--ckpt-dir=")
-
-
-def test_config_file_list_is_joined_and_overridden_by_flag(tmp_path: Path) -> None:
-    """A list of the file is one value of a flag."""
-    assert parse(tmp_path, "preload: [a, b]\n")[0].preload == ["a", "b"]
-    assert parse(tmp_path, "preload: [a, b]\n", "--preload", "c")[0].preload == ["c"]
+        settings_of("--ckpt-dir=")
 
 
 @pytest.mark.parametrize("option", config.OPTIONS, ids=lambda option: option.name)
-def test_each_setting_has_key_variable_and_maybe_flag(
-    option: config.Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_each_setting_has_variable_and_maybe_flag(
+    option: config.Option, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The precedence is the same for all: flag, file, environment, default."""
+    """A flag beats the variable."""
     seen: list[tuple[str, str]] = []
     probe = dataclasses.replace(option, parse=lambda source, text: seen.append((source, str(text))))
     monkeypatch.setattr(config, "OPTIONS", (probe,))
-    parse(tmp_path, None, **{option.variable: "true"})
+    parse(**{option.variable: "true"})
     assert seen == [(option.variable, "true")]
-    seen.clear()
-    if not option.help:
-        with pytest.raises(ConfigError, match="unknown key"):
-            parse(tmp_path, f"{option.name}: 1\n")
-        return
-    parse(tmp_path, f"\n{option.name}: on\n", **{option.variable: "true"})
-    assert seen == [(f"{tmp_path / 'f.yaml'}:2 {option.name}", "on")]
     seen.clear()
     flag = [f"--{option.name}", *([] if option.metavar is None else ["true"])]
     if option.has_flag:
-        parse(tmp_path, f"{option.name}: on\n", *flag, **{option.variable: "off"})
+        parse(*flag, **{option.variable: "off"})
         assert seen == [(f"--{option.name}", "true")]
     else:
-        with pytest.raises(ConfigError, match=f"^{option.name} has no flag: .*{option.variable}"):
-            parse(tmp_path, None, *flag)
+        said = f"{option.name} has no flag: set {option.variable}." if option.help else "unknown flag"
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            parse(*flag)
 
 
 def test_misspelled_variable_is_named_with_similar_setting() -> None:
@@ -209,13 +110,6 @@ def test_misspelled_variable_is_named_with_similar_setting() -> None:
     ]
 
 
-def test_config_file_may_be_empty_but_not_missing(tmp_path: Path) -> None:
-    """The message has the operating system's reason."""
-    assert parse(tmp_path, "# nothing yet\n")[1] == {"config"}
-    with pytest.raises(ConfigError, match=r"nowhere.yaml: cannot be read: No such file"):
-        parse(tmp_path, None, "--config", str(tmp_path / "nowhere.yaml"))
-
-
 @pytest.mark.parametrize(
     ("word", "said"),
     [
@@ -225,10 +119,10 @@ def test_config_file_may_be_empty_but_not_missing(tmp_path: Path) -> None:
         ("--start-method=thread", "invalid choice: 'thread'"),
     ],
 )
-def test_unknown_flag_error_suggests_similar_names(tmp_path: Path, word: str, said: str) -> None:
+def test_unknown_flag_error_suggests_similar_names(word: str, said: str) -> None:
     """The message has one line, without argparse's usage."""
     with pytest.raises(ConfigError, match=said) as caught:
-        parse(tmp_path, None, word)
+        parse(word)
     assert "\n" not in str(caught.value)
 
 
@@ -236,10 +130,10 @@ def test_unknown_flag_error_suggests_similar_names(tmp_path: Path, word: str, sa
 
 
 @pytest.mark.parametrize("text", ["1", "0", "-3"])
-def test_keep_below_two_is_refused(tmp_path: Path, text: str) -> None:
+def test_keep_below_two_is_refused(text: str) -> None:
     """The only checkpoint may be the corrupt one."""
     with pytest.raises(ConfigError, match="turns out corrupt leaves nothing to resume from"):
-        settings_of(tmp_path, None, f"--keep={text}")
+        settings_of(f"--keep={text}")
 
 
 @pytest.mark.parametrize("bad", ["a/b", "..", "-x", "", "a b", "é", "x" * 129])
@@ -274,10 +168,10 @@ def test_resume_mode_error_suggests_mode_and_explains_paths() -> None:
     ],
 )
 def test_run_id_under_agent_prefers_flag_then_variable_then_script(
-    tmp_path: Path, words: tuple[str, ...], environ: dict[str, str], run_id: str
+    words: tuple[str, ...], environ: dict[str, str], run_id: str
 ) -> None:
     """The flag is --rdzv-id."""
-    assert settings_of(tmp_path, None, *words, **environ).run_id == run_id
+    assert settings_of(*words, **environ).run_id == run_id
 
 
 @pytest.mark.parametrize(
@@ -290,11 +184,11 @@ def test_run_id_under_agent_prefers_flag_then_variable_then_script(
     ],
 )
 def test_run_id_of_slurm_job_contains_script_name(
-    tmp_path: Path, words: tuple[str, ...], environ: dict[str, str], run_id: str
+    words: tuple[str, ...], environ: dict[str, str], run_id: str
 ) -> None:
     """Otherwise a second script would resume from the checkpoints of the first."""
     environ = {"SLURM_JOB_ID": "7", **environ}
-    args = parse(tmp_path, None, *words, **environ)[0]
+    args = parse(*words, **environ)[0]
     assert Settings.for_agent(args, environ, environment.read_context(environ)).run_id == run_id
 
 
@@ -372,40 +266,41 @@ def test_settings_survive_environment_round_trip(agent: Settings) -> None:
         ("1234567", 1234567),
     ],
 )
-def test_snapshot_memory_accepts_sizes(tmp_path: Path, text: str, size: int | None) -> None:
-    """The key and the variable accept the same forms."""
-    assert settings_of(tmp_path, f"snapshot-memory: {text}").snapshot_memory == size
-    assert settings_of(tmp_path, None, ELASTIC_RESUME_SNAPSHOT_MEMORY=text).snapshot_memory == size
+def test_snapshot_memory_accepts_sizes(text: str, size: int | None) -> None:
+    """Bytes, or a number with a unit."""
+    assert settings_of(ELASTIC_RESUME_SNAPSHOT_MEMORY=text).snapshot_memory == size
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "said"),
+    ("name", "text", "said"),
     [
-        ("snapshot-memory", "-4G", "write a size .4GB, 512MiB, 1.5G., auto or off"),
-        ("snapshot-memory", "1.5", "snapshot-memory is '1.5': write a size"),
-        ("snapshot-memory", "50%", "write a size"),
-        ("snapshot-memory", "4B", "write a size"),
-        ("snapshot-memory", "1e9", "write a size"),
-        ("snapshot-memory", "autos", "Did you mean auto"),
-        ("snapshot-memory", "9" * 19, "more than any node has"),
-        ("snapshot-memory", "9" * 5000, "write a size"),
-        ("snapshot-memory", "2000000T", "more than any node has"),
+        ("SNAPSHOT_MEMORY", "-4G", "write a size .4GB, 512MiB, 1.5G., auto or off"),
+        ("SNAPSHOT_MEMORY", "1.5", "SNAPSHOT_MEMORY is '1.5': write a size"),
+        ("SNAPSHOT_MEMORY", "50%", "write a size"),
+        ("SNAPSHOT_MEMORY", "4B", "write a size"),
+        ("SNAPSHOT_MEMORY", "1e9", "write a size"),
+        ("SNAPSHOT_MEMORY", "autos", "Did you mean auto"),
+        ("SNAPSHOT_MEMORY", "9" * 19, "more than any node has"),
+        ("SNAPSHOT_MEMORY", "9" * 5000, "write a size"),
+        ("SNAPSHOT_MEMORY", "2000000T", "more than any node has"),
         (
-            "snapshot-every",
+            "SNAPSHOT_EVERY",
             "never",
             r"write a number of steps \(100\), a time \(30s, 5m\), auto or off",
         ),
-        ("save-every", "off", r"save-every is 'off': .* a time \(30s, 5m\) or auto"),
-        ("check-replicas", "30s", r"check-replicas is '30s': write a number of steps \(100\), auto or off"),
-        ("transfer-addr", "192.0.2.7", "no address and no network interface of this machine: .*lo"),
-        ("transfer-addr", "ib9", "write one of its addresses, one of its interfaces"),
+        ("SAVE_EVERY", "off", r"SAVE_EVERY is 'off': .* a time \(30s, 5m\) or auto"),
+        ("CHECK_REPLICAS", "30s", r"CHECK_REPLICAS is '30s': write a number of steps \(100\), auto or off"),
+        ("TRANSFER_ADDR", "192.0.2.7", "no address and no network interface of this machine: .*lo"),
+        ("TRANSFER_ADDR", "ib9", "write one of its addresses, one of its interfaces"),
+        ("NO_WARM", "3", "NO_WARM is '3': write true or false"),
     ],
 )
-def test_snapshot_setting_error_shows_accepted_forms(tmp_path: Path, key: str, text: str, said: str) -> None:
-    """The message is short and names the setting."""
+def test_setting_error_shows_accepted_forms(name: str, text: str, said: str) -> None:
+    """The message is short and names the setting's source."""
+    variable = f"ELASTIC_RESUME_{name}"
     with pytest.raises(ConfigError, match=said) as caught:
-        settings_of(tmp_path, f"{key}: {text}")
-    assert f"f.yaml:1 {key} is" in str(caught.value)
+        settings_of(**{variable: text})
+    assert str(caught.value).startswith(f"{variable} is")
     assert len(str(caught.value)) < 300
 
 

@@ -14,7 +14,7 @@ from elastic_resume.agent import main
 from elastic_resume.agent.failure_evidence import FailureEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.config import OPTIONS, Settings, add_flags, parse_flags_and_file
+from elastic_resume.config import OPTIONS, Settings, add_flags, parse_flags
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.policy.restart import UNLIMITED
@@ -162,7 +162,7 @@ def test_grace_variable_reaches_supervisors_in_seconds(
     monkeypatch.setattr("os.environ", {"ELASTIC_RESUME_GRACE": "1.5m"})
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    args, _ = parse_flags_and_file(parser, [], os.environ)
+    args, _ = parse_flags(parser, [], os.environ)
     settings = Settings.for_worker({}, "t.py")
     with contextlib.closing(LeasePage()) as lease_page, contextlib.closing(FailureEvents()) as events:
         main._set_environment(settings, args, tmp_path / "events.jsonl", lease_page, events)

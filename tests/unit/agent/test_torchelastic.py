@@ -1,4 +1,4 @@
-"""What `prepare_launch` makes of flags, file, environment and scheduler, and how a generation begins."""
+"""What `prepare_launch` makes of flags, environment and scheduler, and how a generation begins."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLURM = {
 
 def prepare(*words: str) -> torchelastic.LaunchSpec:
     """Prepare the launch of a script with these flags, in the environment of the process."""
-    args, given = config.parse_flags_and_file(torchelastic.build_parser(), [*words, "train.py"])
+    args, given = config.parse_flags(torchelastic.build_parser(), [*words, "train.py"])
     here = environment.read_context(os.environ)
     with torchelastic.prepare_launch(args, given, "job", here) as spec:
         return spec
@@ -60,23 +60,16 @@ def in_slurm_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "variables", "words"),
-    [
-        ("", {}, []),
-        ("standalone: false", {}, []),
-        ("", {"PET_STANDALONE": "0"}, []),
-        ("", {"PET_RDZV_ENDPOINT": ""}, []),
-        ("", {}, ["--rdzv-endpoint="]),
-    ],
+    ("variables", "words"),
+    [({}, []), ({"PET_STANDALONE": "0"}, []), ({"PET_RDZV_ENDPOINT": ""}, []), ({}, ["--rdzv-endpoint="])],
 )
 def test_rendezvous_flag_without_value_leaves_the_scheduler_in_charge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, variables: dict[str, str], words: list[str]
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: list[str]
 ) -> None:
     """Otherwise each node of the step would train alone."""
-    (tmp_path / "c.yaml").write_text(file)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    spec = prepare("--config", "c.yaml", *words)
+    spec = prepare(*words)
     assert (spec.config.min_nodes, spec.config.max_nodes) == (1, 2)
 
 
@@ -117,16 +110,6 @@ def test_strict_job_keeps_its_votes_across_a_requeue(
     ):
         pass
     opened.assert_called_once_with(tmp_path / "n0", launch_id=launch, node="n0")
-
-
-def test_rdzv_conf_of_flag_keeps_other_keys_of_file(tmp_path: Path) -> None:
-    """A timeout on the command line must not drop the file's token."""
-    (tmp_path / "token").write_text("y" * 20)
-    (tmp_path / "token").chmod(0o600)
-    (tmp_path / "c.yaml").write_text("rdzv-conf: token_file=token,last_call_timeout=7s")
-    spec = prepare("--config", "c.yaml", "--rdzv-conf", "last_call_timeout=9s")
-    assert spec.rendezvous_config.settings.last_call_timeout_s == 9
-    assert spec.rendezvous_config.token == b"y" * 20
 
 
 def make_handler(client: Mock, controller: Mock, standby: Mock) -> torchelastic.ElasticRendezvousHandler:
