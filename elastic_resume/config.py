@@ -395,7 +395,7 @@ OPTIONS = (
         "preemption-notice",
         "aws|gcp|azure|file:PATH",
         "drain this node when this source announces its preemption",
-        preemption.parse_sources,
+        preemption.parse_source,
         "off",
     ),
     Option(

@@ -19,8 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from elastic_resume.agent.workers.supervisor import read_drain_signals, read_grace_s
@@ -242,25 +241,22 @@ def watch_stop_signals(
 
 @contextlib.contextmanager
 def watch_preemption_notices(
-    sources: Sequence[NoticeSource], *, emit: Callable[..., Any], drain: Callable[[], None]
+    source: NoticeSource | None, *, emit: Callable[..., Any], drain: Callable[[], None]
 ) -> Iterator[None]:
-    """Poll each source of preemption notices in a thread of its own, within the context.
+    """Poll the source of preemption notices, if there is one, in a thread within the context.
 
-    The first notice emits an event and calls ``drain`` once; then polling ends. A query that fails is logged
-    once and repeated.
+    A notice emits an event and calls ``drain``; then polling ends. A query that fails is logged once and
+    repeated.
     """
-    lock = threading.Lock()
-    failed_sources: set[str] = set()
+    if source is None:
+        yield
+        return
+    has_failed = False
 
-    def poll_source(source: NoticeSource) -> float | None:
+    def poll() -> float | None:
         notice = source.poll()
         if notice is None:
             return source.poll_interval_s
-        with lock:
-            if threads[0].is_closing:
-                return None
-            for thread in threads:
-                thread.request_close()
         emit("preemption-notice", source=source.name, reason=notice.reason, deadline=notice.deadline)
         when = "" if notice.deadline is None else f", in {notice.deadline - time.time():.0f} s"
         logger.info(
@@ -272,28 +268,17 @@ def watch_preemption_notices(
         drain()
         return None
 
-    def log_error(source: NoticeSource, error: Exception) -> None:
-        if source.name not in failed_sources:
-            failed_sources.add(source.name)
+    def log_error(error: Exception) -> None:
+        nonlocal has_failed
+        if not has_failed:
+            has_failed = True
             reason = str(error) if isinstance(error, NoticeQueryError) else repr(error)
             text = "preemption-notice %s: %s. It is polled again; further errors are not logged."
             logger.warning(text, source.name, reason)
 
-    threads = [
-        BackgroundThread(
-            f"notice-{source.name[:20]}",
-            partial(poll_source, source),
-            retry_s=source.poll_interval_s,
-            on_error=partial(log_error, source),
-        )
-        for source in sources
-    ]
-    for thread in threads:
-        thread.start()
+    thread = BackgroundThread("notice", poll, retry_s=source.poll_interval_s, on_error=log_error)
+    thread.start()
     try:
         yield
     finally:
-        for thread in threads:
-            thread.request_close()
-        for thread in threads:
-            thread.close(NOTICE_CLOSE_TIMEOUT_S)  # a poll in progress may take longer
+        thread.close(NOTICE_CLOSE_TIMEOUT_S)  # a poll in progress may take longer

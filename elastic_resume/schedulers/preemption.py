@@ -111,8 +111,8 @@ class NoticeSource:
     poll_interval_s: float = POLL_S
 
 
-def parse_sources(setting: str, text: str) -> list[NoticeSource]:
-    """Parse a source; none for ``off``. ``setting`` names the value's source for errors.
+def parse_source(setting: str, text: str) -> NoticeSource | None:
+    """Parse a source; None for ``off``. ``setting`` names the value's source for errors.
 
     Raises:
         ConfigError: the source is unknown, or its path is missing.
@@ -120,14 +120,14 @@ def parse_sources(setting: str, text: str) -> list[NoticeSource]:
     """
     word = text.strip()
     if word in {"", "off"}:
-        return []
+        return None
     cloud = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}.get(word)
     if cloud is not None:
-        return [NoticeSource(word, cloud(METADATA_URL).poll)]
+        return NoticeSource(word, cloud(METADATA_URL).poll)
     kind, _, rest = word.partition(":")
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
-        return [NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)]
+        return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)
     raise ConfigError(f"{setting} is {text[:MAX_QUOTED_CHARS]!r}: write aws, gcp, azure or file:PATH.")
 
 
