@@ -45,7 +45,6 @@ from elastic_resume.errors import MachineError
 
 CLONE_NEWNET = 0x40000000
 LENGTH_BYTES = 4
-MAX_REQUEST_BYTES = 16 << 20
 KILL_TIMEOUT_S = 30.0  # a process may sleep in the kernel for longer
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -283,7 +282,7 @@ def receive(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[s
     )
     size = int.from_bytes(head, "big")
     data = b""
-    while len(head) == LENGTH_BYTES and len(data) < size <= MAX_REQUEST_BYTES:
+    while len(head) == LENGTH_BYTES and len(data) < size:
         part = connection.recv(size - len(data))
         if not part:
             break

@@ -4,7 +4,7 @@ A *parked* worker runs no step and holds no lease. Its supervisor keeps it while
 launcher shim and starts the next. Lines of text, over a socket that the supervisor has made::
 
     worker --restartable, unrestartable--> supervisor   whether it can park
-    worker --waiting--> supervisor                      a collective has failed: is the generation over?
+    worker --waiting N--> supervisor                    a collective has failed: is the generation over?
     supervisor --park--> worker                         it is: park within two seconds, or be killed
     worker --parked--> supervisor
     supervisor --resume N, environment--> worker        the next generation; three streams come with it
@@ -25,7 +25,6 @@ from collections.abc import Callable
 from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError
 
-MAX_ENVIRONMENT_BYTES = 16 << 20
 STREAMS = 3
 # What launchers tell a worker about its place in the world; the script may have set all other variables.
 LAUNCHER_VARIABLES = {
@@ -63,7 +62,7 @@ class SupervisorLink:
 
     def await_world_end(self, timeout_s: float) -> bool:
         """Wait for the end of the generation, after a collective has failed; return whether it is over."""
-        self._send(b"waiting\n")
+        self._send(f"waiting {timeout_s}\n".encode())
         return self.is_world_over.wait(timeout_s)
 
     def park(self) -> None:
@@ -108,8 +107,6 @@ class SupervisorLink:
             word, *arguments = line.split()
             if word == b"resume":
                 size = int(arguments[0])
-                if not 0 < size <= MAX_ENVIRONMENT_BYTES:
-                    raise ValueError(f"an environment of {size} bytes")
                 if len(rest) < size:
                     return unread
                 self._take_environment(rest[:size], streams)

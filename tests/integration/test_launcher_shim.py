@@ -635,8 +635,8 @@ def test_worker_that_has_left_its_function_is_killed(node: ParkingNode) -> None:
 
 def test_waiting_worker_parks_without_delay(node: ParkingNode) -> None:
     """Its supervisor polls the lease more often. Here it would never look otherwise."""
-    change = "supervisor.LEASE_POLL_INTERVAL_S = supervisor.WATCH_S = 600"
-    shim, _ = node.start(2, "waiting", change=change)
+    change = "supervisor.LEASE_POLL_INTERVAL_S = 600"
+    shim, _ = node.start(2, "waiting 600", change=change)
     node.lease_page.set(-math.inf)
     wait_for(node.count_park_messages, "the message that the generation is over")
     assert node.stop(shim) == constants.EXIT_PARKED

@@ -56,7 +56,7 @@ class Worker:
     def wait_until_parked(self) -> None:
         """Wait for the worker's message."""
         while (word := self._words.readline()) != b"parked\n":
-            assert word in {b"restartable\n", b"waiting\n"}, self._output.read_text()
+            assert word.split()[0] in {b"restartable", b"waiting"}, self._output.read_text()
 
     def resume(self, environ: Mapping[str, str]) -> None:
         """Begin the next generation."""

@@ -10,7 +10,7 @@ the worker::
                                                              ended STATUS
     worker --line of text--> supervisor                      restartable    it can park from now on
                                                              unrestartable  it cannot any more
-                                                             waiting        a collective has failed
+                                                             waiting N      it waits N seconds for the end
                                                              parked         it holds nothing of its generation
     supervisor --line of text--> worker                      park           the generation is over
                                                              resume N       N bytes of JSON follow: its new
@@ -97,9 +97,7 @@ COPY_POLL_INTERVAL_S = 0.002
 
 # Time for a worker to leave its step, its collectives and its snapshot. A held GIL takes longer.
 PARK_TIMEOUT_S = 2.0
-# A worker whose collective has failed waits for the end of its generation, which is then near.
-WATCH_S = 2.0
-WATCH_POLL_INTERVAL_S = 0.002
+WATCH_POLL_INTERVAL_S = 0.002  # while the worker waits for the end of its generation, which is near
 RESUME_TIMEOUT_S = 1.0  # for a parked worker to take a message that is larger than the socket's buffer
 
 DEFAULT_GRACE_S = 5.0
@@ -415,8 +413,8 @@ class WorkerLink:
         for line in lines:
             if line in {b"restartable", b"unrestartable"}:
                 self.is_restartable = line == b"restartable"
-            elif line == b"waiting":
-                self.watch_until = now_s() + WATCH_S
+            elif line.startswith(b"waiting "):
+                self.watch_until = now_s() + float(line.split()[1])
             elif line == b"parked":
                 self.is_parked = True
         self.is_restartable = self.is_restartable and bool(data)

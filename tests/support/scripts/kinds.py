@@ -60,7 +60,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         for line in self._end.makefile("rb"):
-            if line == b"waiting\n":
+            if line.startswith(b"waiting "):
                 self.end_world()
             elif line == b"parked\n":
                 self.worlds += 1

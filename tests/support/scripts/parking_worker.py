@@ -1,7 +1,7 @@
 """A worker without torch that parks when its supervisor asks for it, and resumes.
 
 At its start and whenever it resumes it prints its process, rank, generation and lease page. Its arguments:
-``stops`` and ``ignores`` say what it does instead of parking; it sends ``waiting`` and ``unrestartable`` at
+``stops`` and ``ignores`` say what it does instead of parking; it sends ``waiting N`` and ``unrestartable`` at
 its start; with ``standby FILE`` it parks once the file exists.
 """
 
