@@ -47,9 +47,6 @@ MAX_LISTED_MEMBERS = 256
 """Only the leader names the members of a larger view: all replies together are the square of that size."""
 MAX_OWN_LINES = 1000  # limit of this process's events between two updates; it writes a few each second
 MAX_READ_BYTES = 1 << 20  # limit of the event log that one update reads
-# Half a day of one rank: most lines are `step` events, at most ten a second and rank.
-MAX_HISTORY_BYTES = 64 << 20
-_STEP_MARKER = b'"event":"step"'
 
 
 # ---- this node ---------------------------------------------------------------------------------------------
@@ -155,8 +152,8 @@ class EventTail:
 
     def __init__(self, path: Path) -> None:
         """Begin at the present end of the file."""
-        self.path = path
-        self._offset = self.start_offset = file_size(path)
+        self._path = path
+        self._offset = file_size(path)
         self._own_lines: deque[str] = deque(maxlen=MAX_OWN_LINES)
 
     def add_own_line(self, line: str) -> None:
@@ -174,7 +171,7 @@ class EventTail:
     def _read_appended(self) -> list[str]:
         """Return the file's new complete lines; beyond `MAX_READ_BYTES` the oldest are skipped."""
         try:
-            with open(self.path, "rb") as file:
+            with open(self._path, "rb") as file:
                 end = os.fstat(file.fileno()).st_size
                 skips = end - self._offset > MAX_READ_BYTES
                 self._offset = end - MAX_READ_BYTES if skips else min(self._offset, end)
@@ -199,38 +196,6 @@ def file_size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def load_past_incidents(path: Path, end_offset: int, max_bytes: int = MAX_HISTORY_BYTES) -> GenerationTracker:
-    """Return the incidents in a node's event log, so that a new agent counts from the job's beginning.
-
-    This agent's own events begin at byte ``end_offset``. It reads the last ``max_bytes`` before that.
-    """
-    tracker = GenerationTracker(MAX_GENERATIONS, MAX_FAILURE_EVENTS)
-    for event in _read_past_events(path, end_offset, max_bytes):
-        tracker.record_event(event)
-    return tracker
-
-
-def _read_past_events(path: Path, end_offset: int, max_bytes: int) -> Iterator[Event]:
-    """Yield the events before ``end_offset``, but only about one `step` event per generation."""
-    known_generation = b""  # of the last step event, as JSON; to parse all events would take seconds
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        if end_offset > max_bytes:
-            file.seek(end_offset - max_bytes)
-            file.readline()
-        offset = file.tell()
-        for line in file:
-            offset += len(line)
-            if offset > end_offset:
-                break
-            if known_generation and _STEP_MARKER in line and known_generation in line:
-                continue
-            event = parse_line(line)
-            if event is not None:
-                yield event
-                if event["event"] == "step":
-                    known_generation = b'"generation":%d,' % (get_count(event, "generation") or 0)
 
 
 # ---- the reporter ------------------------------------------------------------------------------------------
@@ -292,27 +257,20 @@ class StatusReporter:
         return encode_reply(AgentStatus(rendezvous, sample[1] if sample else None, age_s, incidents))
 
     def _run(self) -> None:
-        # Past incidents come before any new event: the tracker expects them in order.
-        self._run_and_log_errors(self._load_past_incidents)
         while not self._closing.wait(UPDATE_INTERVAL_S):
-            self._run_and_log_errors(self._update)
+            self._try_update()
         with contextlib.suppress(OSError):
             self._endpoint_file.unlink(missing_ok=True)
 
-    def _run_and_log_errors(self, action: Callable[[], None]) -> None:
+    def _try_update(self) -> None:
         try:
-            action()
+            self._update()
         except Exception as error:  # noqa: BLE001 - our own bug must not end the reports
             if repr(error) != self._last_error:
                 self._last_error = repr(error)
                 logger.warning(
                     "status: internal error of elastic_resume: %.500r. Training is not affected.", error
                 )
-
-    def _load_past_incidents(self) -> None:
-        tracker = load_past_incidents(self._event_tail.path, self._event_tail.start_offset)
-        with self._lock:
-            self._tracker = tracker
 
     def _update(self) -> None:
         events = self._event_tail.read()

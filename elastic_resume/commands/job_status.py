@@ -252,7 +252,7 @@ def build_document(
     running = [node for node in described if world and node["generation"] == world.generation]
     furthest = max(running, key=lambda node: node["step"], default=None)
     replies = [answer for answer in answers.values() if isinstance(answer, AgentStatus)]
-    # Each node knows the failures since its agent started or its disk was new; the oldest one knows most.
+    # Each node knows the failures since its agent started; the oldest one knows most.
     incidents = max((reply.incidents for reply in [asked, *replies]), key=lambda known: known.extent)
     return {
         "version": constants.STATUS_VERSION,

@@ -58,7 +58,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class KnownIncidents:
-    """The incidents of the job that one node knows of, from before its agent's start too."""
+    """The incidents of the job since one node's agent started."""
 
     newest: tuple[Incident, ...] = ()
     by_kind: tuple[tuple[str, int], ...] = ()

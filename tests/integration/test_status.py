@@ -180,24 +180,3 @@ def test_status_names_the_next_leader_and_the_failure(cluster: Cluster) -> None:
     after = scrape(cluster, 1)
     assert after["elastic_resume_is_leader"] == 1
     assert after["elastic_resume_incidents_totalnode-lost"] == 1
-
-
-def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> None:
-    """Its agents are all new, and their disks tell what befell it before."""
-    if cluster.nodes[0].alive:  # the test above, in which it dies, is another process's
-        cluster.kill_node(0)
-        cluster.wipe(0)
-        cluster.wait(generation=2)
-    cluster.kill_nodes([1, 2])
-    flags = ["--rdzv-conf", "last_call_timeout=0.5"]  # the third does not come
-    cluster.start_node(2, flags=flags)
-    cluster.wait(lambda: cluster.output(2).count("n2 leads"), "n2 leads")
-    cluster.start_node(1, flags=flags)
-    cluster.wait(generation=3)
-
-    def told() -> str:
-        said = status(*by_name(cluster, 1)).stdout
-        return said if "2 incidents (" in said else ""
-
-    said = cluster.wait(told, "what befell the worlds of before")
-    assert "node n0 died" in said

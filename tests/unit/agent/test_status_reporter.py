@@ -9,57 +9,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from elastic_resume import constants
 from elastic_resume.agent.status_reporter import (
     MAX_LISTED_MEMBERS,
     MAX_READ_BYTES,
     EventTail,
     StatusReporter,
-    load_past_incidents,
 )
-from elastic_resume.events import Event, EventLog
+from elastic_resume.events import EventLog
 from elastic_resume.rendezvous.core.world import Incarnation, View
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report.agent_status import parse_reply
-
-
-def kill(generation: int, t: float, *, lost: int = 0) -> list[Event]:
-    """Build the events of a node whose worker is killed in a generation and that starts the next."""
-    events: list[Event] = [
-        {"event": "worker-exit", "t": t, "rank": 1, "exit_code": None, "signal": "SIGKILL", "stopped": False},
-        {"event": "generation-start", "t": t + 0.2, "generation": generation + 1},
-        {"event": "resume", "t": t + 0.3, "generation": generation + 1, "step": 7, "recomputed_steps": lost},
-        {"event": "step", "t": t + 0.4, "generation": generation + 1, "step": 8},
-    ]
-    return [{"node": "b", **event} for event in events]
-
-
-GENERATION_1: Event = {"event": "generation-start", "node": "b", "t": 1.0, "generation": 1}
-
-
-# ---- what an agent begins with -------------------------------------------------------------------------
-
-
-def lines(*events: Event) -> bytes:
-    """As a log has them."""
-    return b"".join(json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events)
-
-
-def test_load_past_incidents_reads_log_up_to_own_start(tmp_path: Path) -> None:
-    """Later events come through the event tail. A torn line is skipped."""
-    path = tmp_path / constants.EVENTS_FILE
-    assert load_past_incidents(path, 0).incidents() == []
-    step: Event = {"event": "step", "node": "b", "t": 150.0, "generation": 2, "step": 9}
-    past = lines(GENERATION_1, *kill(1, 100.0, lost=2), *[step] * 5000) + b"torn\0\xff\n"
-    rest = lines(*kill(2, 200.0), *kill(3, 300.0))
-    path.write_bytes(past + rest)
-    assert load_past_incidents(path, len(past)).totals().incidents == {"signal": 1}
-    assert load_past_incidents(path, len(past + rest)).totals().recomputed_steps == 2
-    newest = load_past_incidents(path, len(past + rest), max_bytes=len(rest) + 9)
-    assert [incident.generation for incident in newest.incidents()] == [3]
-
-
-# ---- the event tail and the reply ----------------------------------------------------------------------
 
 
 def test_event_tail_returns_each_complete_line_once(tmp_path: Path) -> None:
