@@ -296,9 +296,9 @@ OPTIONS = (
         "TIME",
         "exclude a node unreachable for TIME",
         partial(_parse_timeout, min_s=0.5),
+        "3s",
         has_flag=True,
         details="use the same on all nodes",
-        default_help="3s",
     ),
     Option(
         "hang-timeout",

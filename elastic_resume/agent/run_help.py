@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
     "rendezvous": (
         ("--rdzv-endpoint HOST,...", "nodes that may lead at the start; same on each node"),
         ("--rdzv-id NAME", "name of the job (default: the script's name)"),
-        ("--rdzv-conf KEY=VALUE,...", ", ".join(key for key in CONF_KEYS if key != "node_timeout")),
+        ("--rdzv-conf KEY=VALUE,...", ", ".join(CONF_KEYS)),
         ("--local-addr ADDRESS", "address at which other nodes reach this one"),
         "node-timeout",
     ),

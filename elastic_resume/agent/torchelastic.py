@@ -603,13 +603,7 @@ def _read_rendezvous_config(
     config: LaunchConfig, args: argparse.Namespace, defaults: dict[str, str]
 ) -> RendezvousConfig:
     """Parse the rendezvous settings: ``--rdzv-conf``, the node timeout, and the scheduler's defaults."""
-    source = args.sources.get("rdzv_conf", "PET_RDZV_CONF")
     conf = {key: value for key, value in config.rdzv_configs.items() if key not in TORCH_RENDEZVOUS_KEYS}
-    if args.node_timeout is not None:
-        if "node_timeout" in conf:
-            other = args.sources.get("node_timeout", constants.ENV_NODE_TIMEOUT)
-            raise ConfigError(f"{source} has node_timeout, and {other} gives it too: leave one out.")
-        conf["node_timeout"] = args.node_timeout
     return RendezvousConfig.parse(
         config.rdzv_endpoint,
         {**defaults, **conf},
@@ -617,7 +611,8 @@ def _read_rendezvous_config(
         run_id=config.run_id,
         nnodes=(config.min_nodes, config.max_nodes),
         local_addr=config.local_addr,
-        source=source,
+        node_timeout_s=args.node_timeout,
+        source=args.sources.get("rdzv_conf", "PET_RDZV_CONF"),
     )
 
 

@@ -19,7 +19,6 @@ from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.units import parse_duration
 
 CONF_KEYS = {
-    "node_timeout": "TIME: as --node-timeout",
     "join_timeout": "TIME: how long a node waits for a rendezvous (default 10m)",
     "last_call_timeout": "TIME: how long a first start waits for one more node (default 3s; in pods 35s)",
     "strict": "true: count no votes of dead nodes (docs/concepts/worlds.md)",
@@ -50,6 +49,7 @@ class RendezvousConfig:
         run_id: str,
         nnodes: tuple[int, int],
         local_addr: str | None,
+        node_timeout_s: float = 3.0,
         source: str = "--rdzv-conf",
     ) -> RendezvousConfig:
         """Parse ``--rdzv-endpoint``, the values of ``conf``, and the token from its file or the environment.
@@ -78,7 +78,7 @@ class RendezvousConfig:
             tuple(map(str, candidates)),
             min_nodes,
             max_nodes,
-            node_timeout_s=parse_seconds("node_timeout", 3.0, 0.5),
+            node_timeout_s=node_timeout_s,
             last_call_timeout_s=parse_seconds("last_call_timeout", 3.0, 0.0),
             join_timeout_s=parse_seconds("join_timeout", 600.0, 1.0),
             # No other node can exist: one node at most, at a port that the kernel chooses.

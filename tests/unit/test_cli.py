@@ -60,14 +60,10 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["--node-timeout", "0.1", "train.py"], "from 0.5s to 86400s"),
         (["--rdzv-conf", "last_call_timeout=-1", "train.py"], "--rdzv-conf last_call_timeout is '-1'"),
         (
-            ["--rdzv-conf", "node_timeout=3", "--node-timeout", "4", "train.py"],
-            "--rdzv-conf has node_timeout, and --node-timeout gives it too",
-        ),
-        (
             ["--rdzv-conf", "allow_minority=true", "train.py"],
             "unknown key allow_minority",
         ),
-        (["--rdzv-conf", "node_timout=3", "train.py"], "Did you mean node_timeout?"),
+        (["--rdzv-conf", "join_timout=3", "train.py"], "Did you mean join_timeout?"),
         (["--rdzv-conf", "strict=yes", "train.py"], "--rdzv-conf strict: 'yes' is neither true nor false"),
         (["--rdzv-conf", "token_file=no.such", "train.py"], "token file no.such cannot be read"),
         ([""], "there is no training script '' in "),

@@ -85,6 +85,14 @@ def test_several_workers_get_one_thread_each_without_a_banner(
     assert "OMP_NUM_THREADS" not in os.environ
 
 
+def test_node_timeout_reaches_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the flag, of the variable, and the default."""
+    assert prepare().rendezvous_config.settings.node_timeout_s == 3
+    monkeypatch.setenv(constants.ENV_NODE_TIMEOUT, "500ms")
+    assert prepare().rendezvous_config.settings.node_timeout_s == 0.5
+    assert prepare("--node-timeout", "5").rendezvous_config.settings.node_timeout_s == 5
+
+
 def test_strict_reaches_the_rendezvous() -> None:
     """No vote of a dead node counts then. Without the key it does."""
     words = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29400"]
