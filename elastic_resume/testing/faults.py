@@ -93,8 +93,6 @@ ROLES = {
     "all": "every one of them, in the same moment",
 }
 
-GROUPS_HELP = "groups are lists of nodes that reach each other: [[0], [1, 2]], each node once"
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -239,7 +237,7 @@ def _find_obstacle(fault: Fault, shape: JobShape) -> str:
         last = shape.world_size - 1
         return f"there is no rank {fault.rank}: {shape.world_size} workers are 0 to {last}."
     if fault.groups and sorted(node for group in fault.groups for node in group) != list(range(nodes)):
-        return f"{GROUPS_HELP}, 0 to {nodes - 1}."
+        return f"groups are lists of nodes that reach each other, each node once, 0 to {nodes - 1}."
     if fault.kind.needs_namespaces and shape.hosts != "namespaces":
         return 'it takes nodes with a network and a disk of their own: hosts="namespaces" (as root).'
     return ""
