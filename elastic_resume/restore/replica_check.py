@@ -116,7 +116,7 @@ class FirstStepsCheck:
 
     Without DDP each rank trains a model of its own, on one node without any sign. A sample of each tensor
     shows it. Several steps are compared, since a learning rate may be zero in the first. The setting
-    ``check-replicas: off`` turns this off too: machines of different kinds round differently.
+    ``check-replicas off`` turns this off too: machines of different kinds round differently.
     """
 
     def __init__(self, context: RankContext, tracked: Mapping[str, Any]) -> None:
