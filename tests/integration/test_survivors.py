@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ class Job:
         self._seen = 0, 0
         cluster.start(SCRIPT, str(self.directory), *words)
 
-    def wait_for_hold(self, step: int, workers: Set[str]) -> dict[str, int]:
-        """Return the processes of these workers when they, and no others, wait after ``step`` in a new world."""
+    def wait_for_hold(self, step: int, workers: set[str]) -> dict[str, int]:
+        """Return the processes of these workers when just they wait after ``step`` in a new world."""
 
         def find_world() -> dict[str, int]:
             worlds: dict[int, dict[str, int]] = {}

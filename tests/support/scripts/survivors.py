@@ -74,7 +74,7 @@ class Job:
         else:
             data = er.GlobalBatches(SAMPLES, GLOBAL_BATCH, shuffle=True)
             self.batches = DataLoader(Samples(), batch_sampler=data)
-        self.tracked = {
+        self.tracked: dict[str, Any] = {
             "model": {"g": self.generator, "d": self.discriminator},
             "optimizer": {"g": self.generator_optimizer, "d": self.discriminator_optimizer},
         }
