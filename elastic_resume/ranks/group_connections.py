@@ -24,6 +24,8 @@ class GroupConnections:
 
     def __init__(self) -> None:
         self.groups: list[dist.ProcessGroup] = []
+        self.is_used = False
+        """Whether a group was made, or was to be made."""
         self._sockets: set[tuple[int, int]] = set()
         self._before: set[tuple[int, int]] | None = None  # the sockets before those that are being opened
         self._is_cut = False
@@ -31,7 +33,7 @@ class GroupConnections:
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
         """Record the sockets that are opened in the block as those of process groups."""
-        self._before = _list_sockets()
+        self.is_used, self._before = True, _list_sockets()
         try:
             yield
         finally:

@@ -262,7 +262,7 @@ class RestartableCall:
                     "the world changed, and the script raised an error of its own:", exc_info=error
                 )
             return True
-        if isinstance(error, torch.OutOfMemoryError) or not self._get_connections().groups:
+        if isinstance(error, torch.OutOfMemoryError) or not self._get_connections().is_used:
             return False
         return is_from_peer and self._link.await_world_end(WORLD_END_WAIT_S)
 

@@ -100,6 +100,34 @@ def test_request_that_follows_a_resume_at_once_is_not_lost(
     assert not link.is_world_over.is_set()
 
 
+def test_failure_to_connect_waits_for_the_end_of_the_generation(
+    supervisor: tuple[socket.socket, SupervisorLink],
+) -> None:
+    """A peer has died before the process groups were made."""
+    end, link = supervisor
+    connections, calls = GroupConnections(), []
+
+    def answer() -> None:
+        with end.makefile("rb") as lines:
+            while lines.readline() != b"waiting\n":
+                pass
+        end.sendall(b"park\n")
+        serve(end, RESUME).join()
+
+    def train() -> int:
+        calls.append(1)
+        with connections.record():
+            if len(calls) == 1:
+                raise RuntimeError("connection refused")
+        return len(calls)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    call = RestartableCall(link, Interrupter(), leave=lambda: "", get_connections=lambda: connections)
+    assert call.run(train) == 2
+    thread.join()
+
+
 def test_late_cut_does_not_disturb_next_generation(
     supervisor: tuple[socket.socket, SupervisorLink],
 ) -> None:
