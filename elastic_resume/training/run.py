@@ -229,16 +229,16 @@ class Run:
         return wrapped
 
     def replicate(self, model: nn.Module) -> nn.Module:
-        """Sum the gradients of a sharded model over the nodes; return the model. Instead of `ddp`.
+        """Average the gradients of a sharded model over the nodes; return the model. Use it instead of `ddp`.
 
-        ``model`` was given to ``fully_shard(..., mesh=er.shard_mesh())`` before `er.resume`. Gradients are
-        averaged over all ranks in each backward pass.
+        ``model`` was given to ``fully_shard(..., mesh=er.shard_mesh())`` before `er.resume`. Each backward
+        pass averages within the node, as FSDP does, and then over the nodes.
 
         Raises:
             UsageError: the model is not sharded, or FSDP replicates it already.
 
         """
-        sharding.replicate(model, self._context, self._context.collectives)
+        sharding.replicate(model, self._context)
         return model
 
     def epochs(self, count: int) -> Iterator[int]:
