@@ -67,16 +67,16 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """Layout and division of a snapshot."""
+    """Layout of a snapshot, and which local rank copies which tensors."""
 
     layout: Layout
     static_metadata: bytes  # encoded JSON that is the same for all steps
-    plan_id: int  # digest of layout, static metadata and division
+    plan_id: int  # digest of layout, static metadata and split
     immediate: TensorGroup  # copied in run.step() by the local leader
     shards: tuple[TensorGroup, ...]  # one for each local rank, copied behind the copy barrier
     overlapped: TensorGroup  # the tensors of all shards
-    needs_all_ranks: bool = False  # each local rank alone has its shards of the state's tensors
-    copies_at_once: bool = False  # the next forward pass may change a tensor of this rank's shard
+    needs_all_local_ranks: bool = False  # tensors are divided: each local rank copies its own shards
+    copies_at_once: bool = False  # the next forward pass may change such a shard of this rank
 
     def slot_bytes(self, dynamic_metadata: bytes) -> tuple[int, int]:
         """Return the size that a slot must have at least, and the size for a new one, with room to grow."""
@@ -86,8 +86,8 @@ class SnapshotPlan:
         return at + len(dynamic_metadata), needed
 
     def as_single_shard(self) -> SnapshotPlan:
-        """Return the same plan with everything in the local leader's shard, if that rank has everything."""
-        is_single = len(self.shards) == 1 or self.needs_all_ranks
+        """Return a plan in which the local leader copies everything; the same one if tensors are divided."""
+        is_single = len(self.shards) == 1 or self.needs_all_local_ranks
         return self if is_single else replace(self, shards=(self.overlapped,))
 
 
@@ -115,8 +115,8 @@ def make_plan(
 ) -> SnapshotPlan:
     """Plan a snapshot of ``state_view``, copied by ``shard_count`` local ranks.
 
-    ``base_metadata`` is the static metadata without the state. Every rank copies its own shards of tensors
-    that are divided over the ranks of the node.
+    ``base_metadata`` is the static metadata without the state. Tensors that are divided over the ranks of the
+    node are not split: ``local_rank`` copies its own shards of them.
     """
     cached, leaves = state_view.cached, state_view.leaves
     layout = Layout.build(spec for leaf in leaves for spec in leaf.list_specs())
@@ -125,10 +125,10 @@ def make_plan(
         {**base_metadata, "rank0_tensors": follows, "state": cached.static_structure}
     )
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
-    own = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]
+    own_shards = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]
     overlapped = [leaf for leaf, may_overlap in filled if may_overlap and not leaf.is_divided]
     divided = [leaf for leaf in leaves if leaf.is_divided]
-    if divided:
+    if divided:  # all local ranks take part, with or without a copy barrier
         shard_count = max(leaf.shards.count for leaf in divided if leaf.shards is not None)
     elif sum(leaf.tensor.nbytes for leaf in overlapped) < MIN_BYTES_TO_SHARD:
         shard_count = 1
@@ -136,15 +136,15 @@ def make_plan(
     whole = TensorGroup(overlapped)
     split = [overlapped] if shard_count == 1 else _split_leaves(overlapped, shard_count)
     shards = tuple(map(TensorGroup, split))
-    # Each local rank divides the leaves itself. Every leaf is copied only if all ranks divide them alike, so
-    # the division is part of the digest.
-    division = "\n\n".join("\n".join(leaf.name for leaf in group.leaves) for group in (immediate, *shards))
-    plan_id = xxhash.xxh3_64_intdigest(layout.header + static_metadata + division.encode()) | 1
+    # Each local rank splits the leaves itself. Every leaf is copied only if all ranks split them alike, so
+    # the split is part of the digest. A rank's own shards are not, since they differ from rank to rank.
+    names = "\n\n".join("\n".join(leaf.name for leaf in group.leaves) for group in (immediate, *shards))
+    plan_id = xxhash.xxh3_64_intdigest(layout.header + static_metadata + names.encode()) | 1
     if divided:
-        split[local_rank] = [*split[local_rank], *(leaf for leaf, _ in own)]
+        split[local_rank] = [*split[local_rank], *(leaf for leaf, _ in own_shards)]
         shards = tuple(map(TensorGroup, split))
     is_uncached = any(leaf.is_divided for leaf in state_view.uncached_leaves)
-    copies_at_once = is_uncached or not all(overlaps for _, overlaps in own)
+    copies_at_once = is_uncached or not all(overlaps for _, overlaps in own_shards)
     return SnapshotPlan(
         layout, static_metadata, plan_id, immediate, shards, whole, bool(divided), copies_at_once
     )
@@ -160,7 +160,7 @@ def _has_address(leaf: Leaf, addresses: Collection[int] | None) -> bool:
 
 
 def _split_leaves(leaves: Sequence[Leaf], shard_count: int) -> list[list[Leaf]]:
-    """Divide leaves into shards of about equal bytes: largest first, each to the smallest shard."""
+    """Split leaves into shards of about equal bytes: largest first, each to the smallest shard."""
     shards: list[list[Leaf]] = [[] for _ in range(shard_count)]
     sizes = [0] * shard_count
     for leaf in sorted(leaves, key=lambda leaf: -leaf.tensor.nbytes):

@@ -18,6 +18,9 @@ synchronous without a tracked optimizer, or after a step in which an optimizer r
 (`copy_barrier`). A parameter that changes elsewhere between ``run.step()`` and ``optimizer.step()`` would
 be copied half-changed; `verify_copies` finds that.
 
+A tensor that is divided over the ranks of a node (FSDP) is copied by all of them, each its own shard. If the
+next forward pass may change one of them, the copy of that rank is synchronous.
+
 `snapshot_plan` says which tensors that are, `slot_access` is the protocol of the slots, and `copy_engine`
 copies.
 """
@@ -78,7 +81,7 @@ class CopyTask:
     slot: Slot | None
     snapshot_id: int
     shard: TensorGroup
-    uncached: TensorGroup  # of this rank's shards of tensors that are divided over the node
+    uncached: TensorGroup  # this rank's shards of divided tensors that are not in the cached plan
     device_clones: NamedTensors  # clones of immediate tensors that are on devices
     start_events: dict[torch.device, Any]
 

@@ -452,7 +452,7 @@ class Run:
         is logged).
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
-        if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_ranks):
+        if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_local_ranks):
             return None
         position, is_epoch_over = self._progress.position_to_resume_from()
         with self._heartbeat.busy():
@@ -643,7 +643,7 @@ class Run:
             raise UsageError("run.restartable: call the function in the main thread.")
         if self._link is None or self._collectives is None:
             return
-        if self._snapshot_scheduler.needs_all_ranks:
+        if self._snapshot_scheduler.needs_all_local_ranks:
             raise UsageError(
                 "run.restartable: the model is sharded, and its process groups end with their world. Train "
                 "without run.restartable: then the processes are restarted."
@@ -726,7 +726,7 @@ class Run:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
         scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
         is_drained = self._drain_request.requested and self._context.is_local_leader
-        if is_drained and not scheduler.needs_all_ranks:
+        if is_drained and not scheduler.needs_all_local_ranks:
             with self._heartbeat.busy():
                 scheduler.keep_state(self.position, is_epoch_over=is_epoch_over)
             return True
