@@ -21,8 +21,8 @@ be copied half-changed; `verify_copies` finds that.
 A tensor that is divided over the ranks of a node (FSDP) is copied by all of them, each its own shard. If the
 next forward pass may change one of them, the copy of that rank is synchronous.
 
-`snapshot_plan` says which tensors that are, `slot_access` is the protocol of the slots, and `copy_engine`
-copies.
+`snapshot_plan` says which tensors are copied when, `slot_access` is the protocol of the slots, and
+`copy_engine` copies.
 """
 
 from __future__ import annotations

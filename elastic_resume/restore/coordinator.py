@@ -314,7 +314,7 @@ def _find_unlike_states(
 def _broadcast_first_state(context: RankContext, flat: FlatState, tracked: Mapping[str, Any]) -> None:
     """Give all ranks the values of rank 0, as DDP does for a model when it is built.
 
-    Of a sharded model every node gets the shards of rank 0's node. Rank 0 alone may have loaded a foreign
+    Shards of a model come from the ranks of rank 0's node. Rank 0 alone may have loaded a foreign
     checkpoint, so its optimizer may have state where the others' have none. Buffers and averages of the model
     are sent too.
 

@@ -26,7 +26,7 @@ from elastic_resume.state.state_dict import BUFFER, EMA_NAME, REPLICATED, SCRIPT
 
 MAX_SAMPLED_ELEMENTS = 4096
 MAX_NAMED_GROUPS, MAX_NAMED_RANKS = 4, 8  # limits in a message, so that a thousand ranks make one line
-WHOLE, SHARDS = 0, 1  # of one rank's values: those that every rank holds, and its shards
+WHOLE, SHARDS = 0, 1  # a rank's values are those that every rank holds, and its shards
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RankDifference:
 
     name: str
     ranks_text: str  # for example "rank 0, 2 against rank 1"
-    digest_by_rank: tuple[str, ...]  # of all values of a rank; ranks with different shards differ
+    digest_by_rank: tuple[str, ...]  # each rank's digest of all its values, its own shards included
 
 
 def find_first_difference(

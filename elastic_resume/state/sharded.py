@@ -144,7 +144,7 @@ def read_own_shard(ref: TensorRef, live: Any, get_tensor: Callable[[str], Tensor
     for number, name in enumerate(ref.stored_names):
         first, end = ref.shards.extent(number)
         low, high = max(first, start), min(end, stop)
-        # Of empty shards only this rank's own is read: the others may not be there.
+        # Do not read other ranks' empty shards: a restore may not have loaded them.
         if (low, high) == (first, end) and (low < high or number == index):
             parts.append(get_tensor(name))
         elif low < high:
