@@ -2,7 +2,8 @@
 
 The local leader decides for its node (`decide_actions`), from the measured cost of earlier copies. It
 stores the step of the next snapshot in the control block, so the other local ranks know it before they finish
-that step.
+that step. With a sharded model a snapshot needs all local ranks: one that is due earlier waits for the next
+step.
 
 A failing disk costs checkpoints but never stops training; the committer logs the failure.
 """
@@ -95,7 +96,8 @@ class SnapshotScheduler:
         ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
-        self.needs_all_ranks = sharded.has_divided_parameters(tracked)  # each holds a part of the state
+        # Each local rank holds other shards of the model, so it takes part in every snapshot.
+        self.needs_all_local_ranks = sharded.has_divided_parameters(tracked)
         self.committed_path: Path | None = None  # path of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
         self.meter = CostMeter(self.snapshotter)
@@ -142,11 +144,16 @@ class SnapshotScheduler:
             if self._slot_client.is_local_leader:
                 self._act_as_leader(position, may_commit=may_commit, is_epoch_over=is_epoch_over)
                 self.meter.start_step()
-            elif self._is_snapshot_announced(position.step) if not is_epoch_over else self.needs_all_ranks:
+            elif self._is_snapshot_expected(position.step, is_epoch_over=is_epoch_over):
                 self.snapshotter.start_snapshot(position, is_epoch_over=is_epoch_over)
 
-    def _is_snapshot_announced(self, step: int) -> bool:
-        """Whether the local leader takes a snapshot of this step, or has passed it already."""
+    def _is_snapshot_expected(self, step: int, *, is_epoch_over: bool) -> bool:
+        """Return whether the local leader takes a snapshot with this rank, or has passed the step.
+
+        It takes the second snapshot of an epoch's last step alone, unless it needs all local ranks.
+        """
+        if is_epoch_over:
+            return self.needs_all_local_ranks
         control, snapshot_id = self._slot_client.control_block, encode_snapshot_id(self._generation, step)
         return control.get("decided_id") == snapshot_id or step >= control.get("next_snapshot_step")
 
@@ -161,15 +168,16 @@ class SnapshotScheduler:
             is_commit_due=may_commit and self._is_commit_due(step),
             is_comparison_due=self._is_comparison_due(step),
             is_epoch_over=is_epoch_over,
-            needs_all_ranks=self.needs_all_ranks,
+            needs_all_local_ranks=self.needs_all_local_ranks,
         )
         actions = decide_actions(boundary)
-        is_awaited = self.needs_all_ranks and is_epoch_over
+        # Whether the other local ranks expect a snapshot of this step, so that they wait for its slot.
+        is_expected = self.needs_all_local_ranks and is_epoch_over
         if not boundary.takes_snapshots and announced != NEVER:
             self._announce(None)
-            is_awaited = True
-        if is_awaited and not (actions.takes_snapshot and self.needs_all_ranks):
-            # The other local ranks must not wait for it.
+            is_expected = True
+        if is_expected and not (actions.takes_snapshot and self.needs_all_local_ranks):
+            # They get no slot: end their waiting.
             snapshot_id = encode_snapshot_id(self._generation, step, is_epoch_over=is_epoch_over)
             client.control_block.set("decided_id", snapshot_id)
         if actions.writes_directly:
@@ -197,10 +205,11 @@ class SnapshotScheduler:
         self._slot_client.control_block.set("next_snapshot_step", NEVER if step is None else step)
 
     def commit(self, position: Position, *, is_epoch_over: bool = False) -> Path | None:
-        """Commit the state now and wait for the disk, on the local leader.
+        """Commit the state now. Return the checkpoint's path on the local leader, which waits for the disk.
 
-        With `needs_all_ranks` each local rank calls it, and takes its part. Return None on other ranks, if
-        the disk refuses, which is logged, or if this generation began with that step.
+        With `needs_all_local_ranks` every local rank calls it at the same step, to copy its shards. Return
+        None on the other ranks, if the disk refuses, which is logged, and if this generation began with that
+        step.
         """
         with self.meter.count_stall():
             if position.step == self._loaded_step and not is_epoch_over:
@@ -241,10 +250,10 @@ class SnapshotScheduler:
             ):
                 return True
             if self.snapshotter.start_snapshot(
-                position, is_epoch_over=is_epoch_over, leader_only=not self.needs_all_ranks
+                position, is_epoch_over=is_epoch_over, leader_only=not self.needs_all_local_ranks
             ):
                 is_complete = self.snapshotter.wait_until_complete()
-                if is_complete or not self.needs_all_ranks:
+                if is_complete or not self.needs_all_local_ranks:
                     return is_complete
             time.sleep(0.005)  # every slot is being read or created
         return False
@@ -252,7 +261,7 @@ class SnapshotScheduler:
     def keep_next_step(self, position: Position) -> bool:
         """Return whether a complete snapshot of this step exists; else let all local ranks take the next one.
 
-        Local leader only, with `needs_all_ranks`.
+        Local leader only, with `needs_all_local_ranks`.
         """
         if self.snapshotter.has_snapshot(position) and self.snapshotter.wait_until_complete():
             return True
@@ -260,7 +269,7 @@ class SnapshotScheduler:
         return False
 
     def _write_directly(self, position: Position) -> None:
-        if self.needs_all_ranks:
+        if self.needs_all_local_ranks:
             logger.warning(
                 f"node {self._context.node}: step {position.step} was not saved: each rank of the node holds "
                 "a part of the model, and not all of them took a snapshot of this step. Call run.save() on "

@@ -45,9 +45,9 @@ class SlotAccess:
             return None
         return slot
 
-    def announce(self, slot: Slot, snapshot_id: int, shard_count: int, *, commit_requested: bool) -> None:
-        """Let the other local ranks copy their shards into ``slot``, and request the commit."""
-        slot.announce(snapshot_id, shard_count=shard_count, commit_requested=commit_requested)
+    def announce(self, slot: Slot, snapshot_id: int, share_count: int, *, commit_requested: bool) -> None:
+        """Let the other local ranks copy their shares into ``slot``, and request the commit."""
+        slot.announce(snapshot_id, share_count=share_count, commit_requested=commit_requested)
         self._control.set("decided_id", snapshot_id)
         if commit_requested:
             self._client.send("request_commit", snapshot_id=snapshot_id)
@@ -78,7 +78,7 @@ class SlotAccess:
     def _is_peer_behind(self, snapshot_id: int) -> bool:
         if not self._control.is_copying_older(self._others, snapshot_id):
             return False
-        self.problem = "a local rank is still copying its shard of the previous snapshot"
+        self.problem = "a local rank is still copying its share of the previous snapshot"
         return True
 
     # ---- each local rank -------------------------------------------------------------------------------
@@ -108,15 +108,15 @@ class SlotAccess:
         return self.find_slot(snapshot_id)
 
     def confirm(self, slot: Slot, snapshot_id: int) -> None:
-        """Record that this rank has copied its shard."""
+        """Record that this rank has copied its share."""
         slot.record.set_copied(self._local_rank, snapshot_id)
 
     def fail(self, slot: Slot) -> None:
-        """Record that this rank's shard is missing or torn."""
+        """Record that this rank's share is missing or torn."""
         slot.record.set_copied(self._local_rank, slot_memory.COPY_FAILED)
 
     def wait_until_complete(self, snapshot_id: int, timeout_s: float) -> bool:
-        """Wait for all shards of a snapshot; return whether it is complete."""
+        """Wait for all shares of a snapshot; return whether it is complete."""
         limit = time.monotonic() + timeout_s
         while time.monotonic() < limit:
             slot = self.find_slot(snapshot_id)

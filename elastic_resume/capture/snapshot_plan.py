@@ -1,8 +1,9 @@
 """Plan which tensors of the tracked state each local rank copies, when, and to where in a slot.
 
-A `SnapshotPlan` holds what follows from the structure of the state: the layout, the static metadata and the
-shards. Every local rank computes the same plan, and makes a new one only when a tensor is added, removed or
-replaced. This module handles neither the slots' words nor threads.
+A `SnapshotPlan` holds what follows from the structure of the state: the layout, the static metadata and each
+local rank's share, the tensors that it copies. Every local rank computes the same plan, and makes a new one
+only when a tensor is added, removed or replaced. Only the own shards of divided tensors (FSDP) differ: each
+rank has them in its share. This module handles neither the slots' words nor threads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from elastic_resume.slots.slot_memory import Slot
 from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
-MIN_BYTES_TO_SHARD = 32 << 20
+MIN_BYTES_TO_SPLIT = 32 << 20
 MAX_VERSIONS_CHECKED = 64  # limit for one group; reading a version takes 60 ns
 
 
@@ -67,16 +68,16 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """Layout and division of a snapshot."""
+    """Layout of a snapshot, and which local rank copies which tensors."""
 
     layout: Layout
     static_metadata: bytes  # encoded JSON that is the same for all steps
-    plan_id: int  # digest of layout, static metadata and division
+    plan_id: int  # digest of layout, static metadata and split
     immediate: TensorGroup  # copied in run.step() by the local leader
-    shards: tuple[TensorGroup, ...]  # one for each local rank, copied behind the copy barrier
-    overlapped: TensorGroup  # the tensors of all shards
-    needs_all_ranks: bool = False  # each local rank alone has its shards of the state's tensors
-    copies_at_once: bool = False  # the next forward pass may change a tensor of this rank's shard
+    shares: tuple[TensorGroup, ...]  # one for each local rank, copied behind the copy barrier
+    overlapped: TensorGroup  # the tensors of all shares
+    needs_all_local_ranks: bool = False  # tensors are divided: each local rank copies its own shards
+    copies_at_once: bool = False  # the next forward pass may change such a shard of this rank
 
     def slot_bytes(self, dynamic_metadata: bytes) -> tuple[int, int]:
         """Return the size that a slot must have at least, and the size for a new one, with room to grow."""
@@ -85,10 +86,10 @@ class SnapshotPlan:
         at = slot_memory.round_up_to_page(slot_memory.round_up_to_page(image_bytes) + static_bytes)
         return at + len(dynamic_metadata), needed
 
-    def as_single_shard(self) -> SnapshotPlan:
-        """Return the same plan with everything in the local leader's shard, if that rank has everything."""
-        is_single = len(self.shards) == 1 or self.needs_all_ranks
-        return self if is_single else replace(self, shards=(self.overlapped,))
+    def as_single_share(self) -> SnapshotPlan:
+        """Return a plan in which the local leader copies everything; the same one if tensors are divided."""
+        is_single = len(self.shares) == 1 or self.needs_all_local_ranks
+        return self if is_single else replace(self, shares=(self.overlapped,))
 
 
 class SlotViews:
@@ -111,12 +112,12 @@ class SlotViews:
 
 @without_garbage_collection
 def make_plan(
-    state_view: StateView, base_metadata: Mapping[str, Any], shard_count: int, local_rank: int = 0
+    state_view: StateView, base_metadata: Mapping[str, Any], share_count: int, local_rank: int = 0
 ) -> SnapshotPlan:
-    """Plan a snapshot of ``state_view``, copied by ``shard_count`` local ranks.
+    """Plan a snapshot of ``state_view``, copied by ``share_count`` local ranks.
 
-    ``base_metadata`` is the static metadata without the state. Every rank copies its own shards of tensors
-    that are divided over the ranks of the node.
+    ``base_metadata`` is the static metadata without the state. Tensors that are divided over the ranks of the
+    node are not split: ``local_rank`` copies its own shards of them.
     """
     cached, leaves = state_view.cached, state_view.leaves
     layout = Layout.build(spec for leaf in leaves for spec in leaf.list_specs())
@@ -125,28 +126,28 @@ def make_plan(
         {**base_metadata, "rank0_tensors": follows, "state": cached.static_structure}
     )
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
-    own = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]
+    own_shards = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]
     overlapped = [leaf for leaf, may_overlap in filled if may_overlap and not leaf.is_divided]
     divided = [leaf for leaf in leaves if leaf.is_divided]
-    if divided:
-        shard_count = max(leaf.shards.count for leaf in divided if leaf.shards is not None)
-    elif sum(leaf.tensor.nbytes for leaf in overlapped) < MIN_BYTES_TO_SHARD:
-        shard_count = 1
+    if divided:  # all local ranks take part, with or without a copy barrier
+        share_count = max(leaf.shards.count for leaf in divided if leaf.shards is not None)
+    elif sum(leaf.tensor.nbytes for leaf in overlapped) < MIN_BYTES_TO_SPLIT:
+        share_count = 1
     immediate = TensorGroup([leaf for leaf, overlaps in filled if not (overlaps or leaf.is_divided)])
     whole = TensorGroup(overlapped)
-    split = [overlapped] if shard_count == 1 else _split_leaves(overlapped, shard_count)
-    shards = tuple(map(TensorGroup, split))
-    # Each local rank divides the leaves itself. Every leaf is copied only if all ranks divide them alike, so
-    # the division is part of the digest.
-    division = "\n\n".join("\n".join(leaf.name for leaf in group.leaves) for group in (immediate, *shards))
-    plan_id = xxhash.xxh3_64_intdigest(layout.header + static_metadata + division.encode()) | 1
+    split = [overlapped] if share_count == 1 else _split_leaves(overlapped, share_count)
+    shares = tuple(map(TensorGroup, split))
+    # Each local rank splits the leaves itself. Every leaf is copied only if all ranks split them alike, so
+    # the split is part of the digest. A rank's own shards are not, since they differ from rank to rank.
+    names = "\n\n".join("\n".join(leaf.name for leaf in group.leaves) for group in (immediate, *shares))
+    plan_id = xxhash.xxh3_64_intdigest(layout.header + static_metadata + names.encode()) | 1
     if divided:
-        split[local_rank] = [*split[local_rank], *(leaf for leaf, _ in own)]
-        shards = tuple(map(TensorGroup, split))
+        split[local_rank] = [*split[local_rank], *(leaf for leaf, _ in own_shards)]
+        shares = tuple(map(TensorGroup, split))
     is_uncached = any(leaf.is_divided for leaf in state_view.uncached_leaves)
-    copies_at_once = is_uncached or not all(overlaps for _, overlaps in own)
+    copies_at_once = is_uncached or not all(overlaps for _, overlaps in own_shards)
     return SnapshotPlan(
-        layout, static_metadata, plan_id, immediate, shards, whole, bool(divided), copies_at_once
+        layout, static_metadata, plan_id, immediate, shares, whole, bool(divided), copies_at_once
     )
 
 
@@ -159,15 +160,15 @@ def _has_address(leaf: Leaf, addresses: Collection[int] | None) -> bool:
     return addresses is None or leaf.tensor.data_ptr() in addresses
 
 
-def _split_leaves(leaves: Sequence[Leaf], shard_count: int) -> list[list[Leaf]]:
-    """Divide leaves into shards of about equal bytes: largest first, each to the smallest shard."""
-    shards: list[list[Leaf]] = [[] for _ in range(shard_count)]
-    sizes = [0] * shard_count
+def _split_leaves(leaves: Sequence[Leaf], share_count: int) -> list[list[Leaf]]:
+    """Split leaves into shares of about equal bytes: largest first, each to the smallest share."""
+    shares: list[list[Leaf]] = [[] for _ in range(share_count)]
+    sizes = [0] * share_count
     for leaf in sorted(leaves, key=lambda leaf: -leaf.tensor.nbytes):
         smallest = sizes.index(min(sizes))
-        shards[smallest].append(leaf)
+        shares[smallest].append(leaf)
         sizes[smallest] += leaf.tensor.nbytes
-    return shards
+    return shares
 
 
 class PlannedState:
@@ -177,13 +178,13 @@ class PlannedState:
         self,
         tracked: Mapping[str, Any],
         base_metadata: Mapping[str, Any],
-        shard_count: int,
+        share_count: int,
         local_rank: int = 0,
     ) -> None:
-        """Plan for ``shard_count`` local ranks; ``base_metadata`` is static metadata without the state."""
+        """Plan for ``share_count`` local ranks; ``base_metadata`` is static metadata without the state."""
         self._tracked = tracked
         self._base_metadata = base_metadata
-        self._shard_count = shard_count
+        self._share_count = share_count
         self._local_rank = local_rank
         self._tracker = StateTracker(tracked)
         self._cached_plan: tuple[Any, SnapshotPlan] | None = None
@@ -199,7 +200,7 @@ class PlannedState:
         formats = [(leaf.name, leaf.tensor.dtype, leaf.tensor.shape) for leaf in view.uncached_leaves]
         key = (view.cached.version, formats)
         if self._cached_plan is None or self._cached_plan[0] != key:
-            self._cached_plan = key, make_plan(view, self._base_metadata, self._shard_count, self._local_rank)
+            self._cached_plan = key, make_plan(view, self._base_metadata, self._share_count, self._local_rank)
         return view, self._cached_plan[1]
 
     def forget(self) -> None:

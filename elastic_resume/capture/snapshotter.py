@@ -5,12 +5,12 @@ At a step boundary::
     local leader                              each local rank
     takes a free slot
     writes buffers, scalars, position
-    announces id and decided_id ──────────> starts copying its shard in a thread
+    announces id and decided_id ──────────> starts copying its share in a thread
                                               forward, backward
-                                              optimizer.step() waits at the copy barrier for its shard
-                                              marks its shard in the slot as copied
+                                              optimizer.step() waits at the copy barrier for its share
+                                              marks its share in the slot as copied
 
-The slot is valid when all shards are in place; if a rank dies during its copy the slot never becomes valid.
+The slot is valid when all shares are in place; if a rank dies during its copy the slot never becomes valid.
 
 Parameters and optimizer state are copied in the background, because only an optimizer step changes them.
 All other tensors are copied at once, because the next forward pass may change them. The whole copy is
@@ -18,8 +18,11 @@ synchronous without a tracked optimizer, or after a step in which an optimizer r
 (`copy_barrier`). A parameter that changes elsewhere between ``run.step()`` and ``optimizer.step()`` would
 be copied half-changed; `verify_copies` finds that.
 
-`snapshot_plan` says which tensors that are, `slot_access` is the protocol of the slots, and `copy_engine`
-copies.
+A tensor that is divided over the ranks of a node (FSDP) is copied by all of them, each its own shard. If the
+next forward pass may change one of them, the copy of that rank is synchronous.
+
+`snapshot_plan` says which tensors are copied when, `slot_access` is the protocol of the slots, and
+`copy_engine` copies.
 """
 
 from __future__ import annotations
@@ -77,8 +80,8 @@ class CopyTask:
     plan: SnapshotPlan
     slot: Slot | None
     snapshot_id: int
-    shard: TensorGroup
-    uncached: TensorGroup  # of this rank's shards of tensors that are divided over the node
+    share: TensorGroup
+    uncached: TensorGroup  # this rank's shards of divided tensors that are not in the cached plan
     device_clones: NamedTensors  # clones of immediate tensors that are on devices
     start_events: dict[torch.device, Any]
 
@@ -104,8 +107,8 @@ class Snapshotter:
             "world_size": context.collectives.size,
             "writer": __version__,
         }
-        shard_count = local_world_size if self._barrier.has_hooks else 1
-        self._state = PlannedState(tracked, base_metadata, shard_count, context.local_rank)
+        share_count = local_world_size if self._barrier.has_hooks else 1
+        self._state = PlannedState(tracked, base_metadata, share_count, context.local_rank)
         self._slots = SlotAccess(slot_client, context.local_rank, local_world_size)
         self._plan: SnapshotPlan | None = None  # of the newest state that was read
         self._views_by_slot: dict[tuple[int, int, int], SlotViews] = {}
@@ -114,14 +117,14 @@ class Snapshotter:
         self._job: CopyJob | None = None
         self._digests: dict[str, str] = {}
         self._digested_leaves: tuple[Leaf, ...] = ()  # leaves that _digests describes
-        self._failed_plan_id = 0  # id of the plan whose shards did not all arrive
-        self._is_sharded = False  # whether other ranks copy a shard of the newest snapshot
+        self._failed_plan_id = 0  # id of the plan whose shares did not all arrive
+        self._is_split = False  # whether other ranks copy a share of the newest snapshot
         self._torn_names: list[str] = []  # tensors that changed while they were copied
         self._failure_logged = False
         self._pid = os.getpid()
         self.verify_copies = False
         self.stall_s = 0.0  # time that the newest snapshot has taken from the training thread
-        self.cpu_s = 0.0  # CPU time of this rank's shard
+        self.cpu_s = 0.0  # CPU time of this rank's share
         self.copy_problem = ""  # why the newest copy failed; "" if it did not
         self.snapshot_id = 0  # id of the newest snapshot in which this rank took part
 
@@ -138,13 +141,13 @@ class Snapshotter:
         began = time.perf_counter()
         snapshot_id, plan, versions = background_copy
         addresses = self._barrier.unprotected_addresses
-        shard = self._get_shard(plan)
-        rewritten = shard.find_rewritten(versions, addresses)
+        share = self._get_share(plan)
+        rewritten = share.find_rewritten(versions, addresses)
         # Keeps the local leader from overwriting the slot.
         self._slots.set_copying(snapshot_id)
         job = self._job = CopyJob(lambda _: self._check_unchanged(snapshot_id, plan, rewritten, addresses))
         # Device tensors must be read in the order of the training stream.
-        run_job(job) if rewritten or shard.devices else self._copy_thread.submit(job)
+        run_job(job) if rewritten or share.devices else self._copy_thread.submit(job)
         self.stall_s += time.perf_counter() - began
         if job.done.is_set():
             self.wait_for_copy()
@@ -173,7 +176,7 @@ class Snapshotter:
         state_view, plan = self._state.read()
         if plan is not self._plan:
             self._plan, self._views_by_slot = plan, {}
-        plan = plan.as_single_shard() if leader_only or self._failed_plan_id == plan.plan_id else plan
+        plan = plan.as_single_share() if leader_only or self._failed_plan_id == plan.plan_id else plan
         slot: Slot | None = None
         clones: NamedTensors = []
         if self._slots.is_local_leader:
@@ -195,16 +198,16 @@ class Snapshotter:
             )
             clones = self._copy_immediate(slot, plan, state_view.uncached_leaves)
             failpoints.hit("snapshot.written")
-            self._slots.announce(slot, snapshot_id, len(plan.shards), commit_requested=commit_requested)
-        elif len(plan.shards) <= self._context.local_rank:
+            self._slots.announce(slot, snapshot_id, len(plan.shares), commit_requested=commit_requested)
+        elif len(plan.shares) <= self._context.local_rank:
             return False
         self.copy_problem = ""
         own = [leaf for leaf in state_view.uncached_leaves if leaf.is_divided and leaf.tensor.numel()]
         self._start_copy(plan, slot, snapshot_id, clones, TensorGroup(own))
         if self.verify_copies and not plan.copies_at_once:
-            self._digested_leaves = self._get_shard(plan).leaves
+            self._digested_leaves = self._get_share(plan).leaves
             self._digests = state_dict.digest_leaves(self._digested_leaves)
-        self.snapshot_id, self._is_sharded = snapshot_id, len(plan.shards) > 1
+        self.snapshot_id, self._is_split = snapshot_id, len(plan.shares) > 1
         self.stall_s = time.perf_counter() - began
         return True
 
@@ -215,7 +218,7 @@ class Snapshotter:
         )
 
     def wait_for_copy(self) -> None:
-        """Wait until this rank's shard is copied. Return at once if no copy is running.
+        """Wait until this rank's share is copied. Return at once if no copy is running.
 
         Raises:
             UsageError: `verify_copies` is on, and state changed since the step boundary.
@@ -231,7 +234,7 @@ class Snapshotter:
         self._check_result(job)
 
     def wait_until_complete(self, timeout_s: float = PEER_TIMEOUT_S) -> bool:
-        """Wait for all shards of the newest snapshot. Return whether the snapshot is valid."""
+        """Wait for all shares of the newest snapshot. Return whether the snapshot is valid."""
         self.wait_for_copy()
         return self._slots.wait_until_complete(self.snapshot_id, timeout_s)
 
@@ -265,11 +268,11 @@ class Snapshotter:
             self.wait_for_copy()
 
     def _wait_for_previous(self) -> None:
-        """Wait until the previous snapshot is complete, or one of its shards has failed."""
-        if self._is_sharded and not self.wait_until_complete() and self._plan is not None:
+        """Wait until the previous snapshot is complete, or one of its shares has failed."""
+        if self._is_split and not self.wait_until_complete() and self._plan is not None:
             # A local rank has another plan, or is late: the local leader copies everything from now on.
             self._failed_plan_id = self._plan.plan_id
-        self._is_sharded = False
+        self._is_split = False
 
     def _copy_immediate(
         self, slot: Slot, plan: SnapshotPlan, uncached_leaves: Iterable[Leaf]
@@ -297,18 +300,18 @@ class Snapshotter:
         clones: NamedTensors,
         uncached: TensorGroup,
     ) -> None:
-        """Copy this rank's shard: in the background if the copy barrier protects it, else now."""
-        shard = self._get_shard(plan)
-        devices = shard.devices.union(uncached.devices, (tensor.device for _, tensor in clones))
+        """Copy this rank's share: in the background if the copy barrier protects it, else now."""
+        share = self._get_share(plan)
+        devices = share.devices.union(uncached.devices, (tensor.device for _, tensor in clones))
         events = self._cuda_streams.record_start_events(devices)
-        task = CopyTask(plan, slot, snapshot_id, shard, uncached, clones, events)
+        task = CopyTask(plan, slot, snapshot_id, share, uncached, clones, events)
         self._slots.set_copying(snapshot_id, awaiting_slot=slot is None)
         is_protected = self._barrier.all_hooks_ran and not plan.copies_at_once
         peer_timeout_s = PEER_TIMEOUT_S if is_protected else LONG_PEER_TIMEOUT_S
         job = self._job = CopyJob(lambda job: self._run_task(job, task), peer_timeout_s)
         self._copy_thread.submit(job) if self._barrier.has_hooks else run_job(job)
         if is_protected:
-            self._barrier.set_background_copy((snapshot_id, plan, shard.read_versions()))
+            self._barrier.set_background_copy((snapshot_id, plan, share.read_versions()))
         else:
             job.wait_until_done()
 
@@ -319,7 +322,7 @@ class Snapshotter:
             self._state.forget()
         torn, self._torn_names = self._torn_names, []
         if torn:
-            self._is_sharded = False
+            self._is_split = False
             self._report_failure(UNHOOKED_CHANGE_MESSAGE.format(summarize_names(torn)))
         before, self._digests = self._digests, {}
         now = state_dict.digest_leaves(self._digested_leaves) if before else {}
@@ -343,9 +346,9 @@ class Snapshotter:
                 "older snapshots are untouched."
             )
 
-    def _get_shard(self, plan: SnapshotPlan) -> TensorGroup:
+    def _get_share(self, plan: SnapshotPlan) -> TensorGroup:
         rank = self._context.local_rank
-        return plan.shards[rank] if rank < len(plan.shards) else TensorGroup(())
+        return plan.shares[rank] if rank < len(plan.shares) else TensorGroup(())
 
     # ---- in the thread ---------------------------------------------------------------------------------
 
@@ -357,7 +360,7 @@ class Snapshotter:
                 slot = self._slots.wait_for_slot(task.snapshot_id, job)
                 self._slots.set_copying(task.snapshot_id)
             # Otherwise the local leader copies everything.
-            if slot is not None and rank < slot.record.get("shard_count"):
+            if slot is not None and rank < slot.record.get("share_count"):
                 self._copy_into_slot(slot, task, job)
                 self._slots.confirm(slot, task.snapshot_id)
                 failpoints.hit("snapshot.confirmed")
@@ -375,7 +378,7 @@ class Snapshotter:
                 f"local rank {self._context.local_rank} tracks or freezes other tensors than local rank 0"
             )
         views = self._get_views(slot, task.plan)
-        sources, targets, formats = task.shard.tensors, views.get_targets(task.shard), task.shard.formats
+        sources, targets, formats = task.share.tensors, views.get_targets(task.share), task.share.formats
         if task.uncached.leaves:
             sources = sources + task.uncached.tensors
             targets = targets + views.find_targets(task.uncached.leaves)
@@ -403,7 +406,7 @@ class Snapshotter:
         try:
             if slot is not None:
                 copied_tensors = self._get_views(slot, plan).by_name
-                self._torn_names = rewritten or self._get_shard(plan).find_differing(
+                self._torn_names = rewritten or self._get_share(plan).find_differing(
                     copied_tensors, addresses
                 )
             is_intact = not self._torn_names

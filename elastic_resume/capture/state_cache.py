@@ -165,7 +165,7 @@ class _Fingerprint:
         self._grouped_optimizers: list[Optimizer] = []  # whose param groups must not change
         self._bucket_orders: list[BucketOrder] = []
         self._partial_modules: list[nn.Module] = []  # with buffers that a forward pass may replace
-        self._dtensors: list[Any] = []
+        self._dtensors: list[Any] = []  # whose local tensors FSDP may replace
         dicts: list[Any] = []
         tensors: list[Tensor] = []  # parameters, buffers, and complex optimizer state
         excluded_names = []

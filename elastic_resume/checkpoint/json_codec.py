@@ -34,7 +34,7 @@ _PLAIN_INT_LIMIT = 1 << 63  # other JSON readers may round greater integers
 class TensorRef:
     """Stand in for a tensor; ``name`` is its name in the image, only `state` interprets ``kind``.
 
-    With ``shards`` the image holds `Shards.names` in its place.
+    A sharded tensor has one entry in the image for each of its ``shards``; see `stored_names`.
     """
 
     name: str
@@ -43,7 +43,7 @@ class TensorRef:
 
     @property
     def stored_names(self) -> list[str]:
-        """The names of its entries in the image."""
+        """The names of the tensor's entries in the image."""
         return [self.name] if self.shards is None else self.shards.names(self.name)
 
 

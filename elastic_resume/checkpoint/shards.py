@@ -1,7 +1,8 @@
-"""Name and measure the shards of a tensor of which each rank of a node holds a part, as FSDP makes them.
+"""Name the shards of a tensor that FSDP divides over the ranks of a node, and compute their shapes.
 
-A sharded tensor has one entry in the image for each local rank: ``model/w@0of2`` and ``model/w@1of2``. So
-the image of a node holds the whole tensor, though no rank does.
+The image has one entry for each local rank's shard: ``model/w@0of2`` and ``model/w@1of2``. So the image of a
+node holds the whole tensor, though no rank does. A tensor is divided if it has more than one shard. On a node
+of one rank FSDP makes one shard, ``model/w@0of1``, which is handled as a whole tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 _SUFFIX = re.compile(r"@\d+of\d+\Z")
-_DIVIDED_SUFFIX = re.compile(r"@(\d+)of(?!1\Z)\d+\Z")
+_DIVIDED_SUFFIX = re.compile(r"@(\d+)of(?!1\Z)\d+\Z")  # not @0of1
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,21 @@ class Shards:
     count: int
 
     def extent(self, index: int) -> tuple[int, int]:
-        """Return where shard ``index`` begins and ends: all have equal sizes but the last ones.
+        """Return where shard ``index`` begins and ends in dimension ``dim``.
 
-        That is how ``torch.chunk`` divides, and so torch.distributed.tensor's ``Shard``.
+        ``torch.chunk`` and DTensor's ``Shard`` divide like this: the last shards may be shorter, or empty.
         """
         length = -(-self.size // self.count)
         return min(index * length, self.size), min((index + 1) * length, self.size)
 
     def shape(self, index: int, like: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of shard ``index``, from that of another shard of the same tensor."""
+        """Return the shape of shard ``index``; ``like`` is the shape of any shard of the tensor."""
         start, stop = self.extent(index)
         return (*like[: self.dim], stop - start, *like[self.dim + 1 :])
+
+    def whole_shape(self, like: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor; ``like`` is the shape of any shard of it."""
+        return (*like[: self.dim], self.size, *like[self.dim + 1 :])
 
     def name(self, tensor_name: str, index: int) -> str:
         """Return the name of shard ``index`` in the image."""
@@ -44,7 +49,7 @@ class Shards:
 
 
 def shard_index(name: str) -> int | None:
-    """Return which shard an entry of the image is; None for a tensor that is in one piece."""
+    """Return which shard of a divided tensor an entry of the image is; None if it is a whole tensor."""
     found = _DIVIDED_SUFFIX.search(name)
     return int(found[1]) if found else None
 

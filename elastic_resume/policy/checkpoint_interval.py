@@ -225,7 +225,8 @@ class StepBoundary:
     """What the local leader knows when a step has ended.
 
     ``announced_step`` is the step at which all local ranks expect the next snapshot; None if there is to be
-    none. ``slot_count`` is the number of slots that fit into the node's memory.
+    none. ``slot_count`` is the number of slots that fit into the node's memory. ``needs_all_local_ranks``: no
+    local rank can take a snapshot alone, because each holds other shards of the state.
     """
 
     step: int
@@ -235,7 +236,7 @@ class StepBoundary:
     is_commit_due: bool = False
     is_comparison_due: bool = False
     is_epoch_over: bool = False
-    needs_all_ranks: bool = False
+    needs_all_local_ranks: bool = False
 
     @property
     def takes_snapshots(self) -> bool:
@@ -249,7 +250,7 @@ class BoundaryActions:
 
     ``leader_only``: the local leader copies alone, because the other ranks do not expect this snapshot.
     ``announces``: the local leader then announces the step of the next snapshot. ``announces_next_step``:
-    it announces the next step, for a commit that needs all local ranks.
+    none is taken now, and the local leader announces one of the next step, which needs all local ranks.
     """
 
     takes_snapshot: bool = False
@@ -271,8 +272,8 @@ def decide_actions(boundary: StepBoundary) -> BoundaryActions:
     commits, announced = boundary.is_commit_due, boundary.announced_step
     if boundary.slot_count == 0:
         return BoundaryActions(writes_directly=commits)
-    if boundary.needs_all_ranks:
-        return _decide_for_all_ranks(boundary)
+    if boundary.needs_all_local_ranks:
+        return _decide_for_all_local_ranks(boundary)
     if not boundary.takes_snapshots:
         return BoundaryActions(takes_snapshot=commits, commits=commits, leader_only=commits)
     is_expected = announced is not None and boundary.step >= announced
@@ -288,8 +289,12 @@ def decide_actions(boundary: StepBoundary) -> BoundaryActions:
     )
 
 
-def _decide_for_all_ranks(boundary: StepBoundary) -> BoundaryActions:
-    """Decide for a node none of whose ranks can take a snapshot alone."""
+def _decide_for_all_local_ranks(boundary: StepBoundary) -> BoundaryActions:
+    """Decide for a node whose ranks can only take a snapshot together.
+
+    At an epoch's last step all local ranks expect one, without an announcement, if snapshots are taken for
+    their own sake.
+    """
     announced, commits = boundary.announced_step, boundary.is_commit_due
     is_expected = announced is not None and boundary.step >= announced
     if boundary.takes_snapshots and boundary.is_epoch_over:
@@ -298,4 +303,4 @@ def _decide_for_all_ranks(boundary: StepBoundary) -> BoundaryActions:
         compares = boundary.is_comparison_due and boundary.takes_snapshots
         return BoundaryActions(takes_snapshot=True, commits=commits, compares=compares, announces=True)
     is_wanted = commits or (boundary.takes_snapshots and announced is None)
-    return BoundaryActions(announces_next_step=is_wanted and not is_expected)
+    return BoundaryActions(announces_next_step=is_wanted)

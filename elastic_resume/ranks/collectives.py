@@ -202,15 +202,16 @@ def _create_default_group(model_gpus: Collection[int]) -> None:
 
 
 def _has_launcher() -> bool:
-    """Return whether the environment says how to join a process group."""
+    """Return whether a launcher has set the variables that a process needs to join its group."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def make_node_mesh() -> Any:
-    """Return a `DeviceMesh` of one dimension, "shard": the ranks of this node. Join the process group first.
+    """Return a `DeviceMesh` of this node's ranks, of one dimension, "shard".
 
     The ranks are those that torchrun has started on this node (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE). Without a
-    launcher it is this process.
+    launcher it is this process. A default process group is created if there is none: `Collectives.join` then
+    finds it, and leaves its end to this module.
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second

@@ -49,7 +49,7 @@ class RankContext:
         }
         self.is_local_leader = self.local_leader_by_node[self.node] == collectives.rank
         counts = Counter[str]()
-        self.local_rank_by_rank: list[int] = []
+        self.local_rank_by_rank: list[int] = []  # a rank's place among those of its own node
         for name in self.node_by_rank:
             self.local_rank_by_rank.append(counts[name])
             counts[name] += 1

@@ -153,7 +153,7 @@ class _StateLoader:
             for name in extents
             if name.startswith(keepers)
             and name not in values.names
-            and shard_index(name) in {None, self.local_rank}  # other ranks load the other shards
+            and shard_index(name) in {None, self.local_rank}  # the others are read on demand, if at all
         ]
         is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
 

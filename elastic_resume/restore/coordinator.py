@@ -133,7 +133,7 @@ def restore(
         plan = resume_plan.choose_resume_plan(inventories, mode)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
-            _broadcast_rank_0_state(context, flat, tracked)
+            _broadcast_first_state(context, flat, tracked)
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
             loaded = None
             break
@@ -147,6 +147,7 @@ def restore(
     failpoints.hit("resume.loaded")
     on_disk = loaded is not None and loaded.opened is not None and loaded.opened.on_disk
 
+    # Each rank needs its local leader's answer, to decide alike in `SnapshotScheduler.commit`.
     def persist_generation() -> tuple[None, bool]:
         if context.is_local_leader:
             node_dir.persist_generation(plan.generation)
@@ -167,17 +168,17 @@ def restore(
 
 def _check_shards(context: RankContext, tracked: Mapping[str, Any]) -> None:
     """Raise UntrackableError unless the ranks of each node hold the whole model together."""
-    own = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node]
+    own_ranks = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node]
     for model_name, item in tracked.items():
         for name, parameter in item.named_parameters() if isinstance(item, nn.Module) else ():
             if not sharded.is_dtensor(parameter):
                 continue
             ranks = sharded.find_shard_ranks(parameter)
-            if len(ranks) > 1 and ranks != own:
+            if len(ranks) > 1 and ranks != own_ranks:
                 raise UntrackableError(
                     f"{model_name}/{name}: it is sharded over the ranks {ranks}, and node {context.node} has "
-                    f"the ranks {own}. Each node must hold the whole model: shard over the ranks of one "
-                    "node, with fully_shard(..., mesh=er.shard_mesh())."
+                    f"the ranks {own_ranks}. Each node must hold the whole model: shard over the ranks of "
+                    "one node, with fully_shard(..., mesh=er.shard_mesh())."
                 )
             if len({*Counter(context.node_by_rank).values()}) > 1:
                 raise UntrackableError(
@@ -310,11 +311,12 @@ def _find_unlike_states(
 # ---- cold start --------------------------------------------------------------------------------------
 
 
-def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapping[str, Any]) -> None:
+def _broadcast_first_state(context: RankContext, flat: FlatState, tracked: Mapping[str, Any]) -> None:
     """Give all ranks the values of rank 0, as DDP does for a model when it is built.
 
-    Rank 0 alone may have loaded a foreign checkpoint, so its optimizer may have state where the others' have
-    none. Buffers and averages of the model are sent too.
+    Shards of a model come from the ranks of rank 0's node. Rank 0 alone may have loaded a foreign
+    checkpoint, so its optimizer may have state where the others' have none. Buffers and averages of the model
+    are sent too.
 
     Raises:
         MismatchError: the ranks built different objects.
@@ -341,13 +343,27 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     digests = {**state_dict.digest_leaves(flat.leaves), "": state_dict.combine_digests(structures)}
     if find_first_difference(context, lambda: digests) is None:
         return
-    collectives, values = context.collectives, {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
-    structures = collectives.broadcast_json(structures, 0)
-    divided = {name for name in leaves if shard_index(name) is not None}
+    values = {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
+    structures = context.collectives.broadcast_json(structures, 0)
+    _broadcast_leaves(context, leaves, values, modules)
+    context.run_on_all_ranks(
+        lambda: None if context.collectives.rank == 0 else _load_rank_0_state(others, structures, values)
+    )
+
+
+def _broadcast_leaves(
+    context: RankContext, leaves: Mapping[str, Tensor], values: dict[str, Tensor], modules: tuple[str, ...]
+) -> None:
+    """Send ``leaves`` from rank 0's node to all ranks.
+
+    Tensors of ``modules`` (prefixes of names) are overwritten; others are put into ``values``.
+    """
+    collectives = context.collectives
+    shards = [name for name in leaves if shard_index(name) is not None]
     first_node = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node_by_rank[0]]
-    for source in first_node if divided else [0]:
-        # The first rank sends what every rank holds, and its shards; the others of its node send theirs.
-        sent = leaves.keys() if source == 0 else [name for name in leaves if name in divided]
+    for source in first_node if shards else [0]:
+        # Rank 0 sends what every rank holds, and its shards; the others of its node send their shards.
+        sent = leaves if source == 0 else shards
         specs = [[*astuple(make_spec(name, leaves[name]))] for name in sent]
         for name, dtype, shape in collectives.broadcast_json(specs, source):
             is_source = collectives.rank == source
@@ -362,9 +378,6 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
                     values[name].copy_(tensor)
             else:
                 values[name] = tensor
-    context.run_on_all_ranks(
-        lambda: None if collectives.rank == 0 else _load_rank_0_state(others, structures, values)
-    )
 
 
 def _load_rank_0_state(

@@ -1,7 +1,8 @@
 """Find the first value that differs between ranks, without sending tensors.
 
-Ranks gather one digest of all their values. Only if those differ, rank 0 broadcasts its names and digests,
-and every rank reports the first that it holds differently. The callers decide what a difference means.
+Ranks gather two digests: of the values that every rank holds, and of its shards. Only if one differs, the
+first rank that should hold the same broadcasts its names and values, and each of the others reports the first
+that it holds differently. The callers decide what a difference means.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from elastic_resume.state.state_dict import BUFFER, EMA_NAME, REPLICATED, SCRIPT
 
 MAX_SAMPLED_ELEMENTS = 4096
 MAX_NAMED_GROUPS, MAX_NAMED_RANKS = 4, 8  # limits in a message, so that a thousand ranks make one line
+WHOLE, SHARDS = 0, 1  # a rank's values are those that every rank holds, and its shards
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class RankDifference:
 
     name: str
     ranks_text: str  # for example "rank 0, 2 against rank 1"
-    digest_by_rank: tuple[str, ...]  # each rank's digest of all values
+    digest_by_rank: tuple[str, ...]  # each rank's digest of all its values, its own shards included
 
 
 def find_first_difference(
@@ -41,28 +43,29 @@ def find_first_difference(
 ) -> RankDifference | None:
     """Compare named values (digests, say) over all ranks; return None if names, order and values are equal.
 
-    Shards are compared between ranks that hold the same ones, those of equal local rank. Every rank calls it
-    at the same time, and all get the same answer. If ``compute`` fails on one rank, all raise.
+    Shards are compared between the ranks that hold the same ones: those of equal local rank. Every rank calls
+    it at the same time, and all get the same answer. If ``compute`` fails on one rank, all raise.
     """
     collectives = context.collectives
 
-    def combine() -> tuple[Mapping[str, str], list[str]]:
-        own = compute()
-        shards = [item for item in own.items() if shard_index(item[0]) is not None]
-        whole = [item for item in own.items() if shard_index(item[0]) is None]
-        return own, [state_dict.combine_digests({"": items}) for items in (whole, shards)]
+    def digest_parts() -> tuple[list[dict[str, str]], list[str]]:
+        parts: list[dict[str, str]] = [{}, {}]
+        for name, value in compute().items():
+            parts[WHOLE if shard_index(name) is None else SHARDS][name] = value
+        return parts, [state_dict.combine_digests({"": list(part.items())}) for part in parts]
 
-    values, digests = context.run_and_gather(combine)
-    all_ranks = list(range(collectives.size))
-    by_local_rank: dict[int, list[int]] = {}
+    parts, digests = context.run_and_gather(digest_parts)
+    ranks_by_local_rank: dict[int, list[int]] = {}
     for rank, local_rank in enumerate(context.local_rank_by_rank):
-        by_local_rank.setdefault(local_rank, []).append(rank)
-    compared = [(0, all_ranks), *((1, ranks) for ranks in by_local_rank.values())]
-    differing = [pair for pair in compared if len({digests[rank][pair[0]] for rank in pair[1]}) > 1]
-    if not differing:
+        ranks_by_local_rank.setdefault(local_rank, []).append(rank)
+    compared = [(WHOLE, list(range(collectives.size)))]
+    compared += [(SHARDS, ranks) for ranks in ranks_by_local_rank.values()]
+    for kind, ranks in compared:
+        if len({digests[rank][kind] for rank in ranks}) > 1:
+            break
+    else:
         return None
-    part, ranks = differing[0]
-    own = {name: value for name, value in values.items() if (shard_index(name) is None) == (part == 0)}
+    own = parts[kind]
     reference = collectives.broadcast_json(list(own.items()), ranks[0])
     is_compared = collectives.rank in ranks
     first_by_rank = collectives.gather(_first_difference_from(reference, own) if is_compared else None)
@@ -70,7 +73,7 @@ def find_first_difference(
     gathered = collectives.gather(own.get(name))
     found = [gathered[rank] for rank in ranks]
     if len(set(found)) == 1:  # the order of the names differs
-        found = [digests[rank][part] for rank in ranks]
+        found = [digests[rank][kind] for rank in ranks]
     return RankDifference(name, describe_groups(found, ranks), tuple("".join(each) for each in digests))
 
 
@@ -87,7 +90,7 @@ def _first_difference_from(reference: list[list[str]], values: Mapping[str, str]
 def describe_groups(values: Sequence[Any], ranks: Sequence[int] | None = None) -> str:
     """Return the groups of ranks with equal values, as ``rank 0, 2 against rank 1``.
 
-    ``ranks`` are those of the ``values``; all ranks in order by default.
+    ``ranks`` are the ranks that hold the ``values``; by default 0, 1, 2 …
     """
     groups: dict[Any, list[int]] = {}
     for rank, value in zip(ranks or range(len(values)), values, strict=True):
@@ -155,7 +158,7 @@ def _describe_difference(difference: RankDifference, step: int, *, has_ddp: bool
     )
     if shard_index(difference.name) is not None:
         cause = (
-            "The model is sharded, and its nodes train models of their own: call run.replicate(model) after "
+            "The model is sharded, and each node trains a model of its own: call run.replicate(model) after "
             "er.resume(), unless its mesh has a dimension for the nodes."
         )
     elif not has_ddp:

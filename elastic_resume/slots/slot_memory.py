@@ -23,8 +23,8 @@ previous one have ended. So there is one local leader, local rank 0, at a time.
 Writing a snapshot:
 
     local leader: snapshot_id = 0, copied[0] = 0 -> written_serial = serial -> metadata -> snapshot_id = id
-    each local rank: copies its shard -> copied[r] = id
-    complete: written_serial equals serial, and copied[r] equals snapshot_id for each of shard_count ranks
+    each local rank: copies its share -> copied[r] = id
+    complete: written_serial equals serial, and copied[r] equals snapshot_id for each of share_count ranks
 
 Why a complete slot is whole, in each interleaving:
 
@@ -37,7 +37,7 @@ Why a complete slot is whole, in each interleaving:
   meanwhile, unless the same id is complete again. So a reader first stores the id as ``pinned`` or
   ``soft_pinned``, then checks; `Slot.take` first clears the id, then refuses a slot that is pinned for the
   same id. One of the two sees the other's store. A pin for another id only keeps the slot from being chosen.
-- A rank that copies a shard late has stored ``copying`` before it looked for the slot. The local leader has
+- A rank that copies a share late has stored ``copying`` before it looked for the slot. The local leader has
   cleared the slot's id before it reads ``copying``, and then takes the slot from no such rank.
 - A slot is discarded by the local leader alone, so a late message never clears a newer snapshot.
 
@@ -80,7 +80,7 @@ _HEADER_WORDS = 16
 _HEADER_FIELDS = ("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "digest_cpu_us")
 _SLOT_FIELDS = (
     "serial", "capacity", "pinned", "soft_pinned", "committed",
-    "snapshot_id", "written_serial", "shard_count", "commit_requested", "loaded_id", "watermark", "plan_id",
+    "snapshot_id", "written_serial", "share_count", "commit_requested", "loaded_id", "watermark", "plan_id",
     "image_bytes", "static_offset", "static_bytes", "dynamic_offset", "dynamic_bytes",
     "static_digest", "dynamic_digest",
 )  # fmt: skip
@@ -131,7 +131,7 @@ def decode_snapshot_id(snapshot_id: int) -> tuple[int, int]:
 class SlotState:
     """The state of one slot at one moment; the fields from ``commit_requested`` on hold snapshot ids.
 
-    ``snapshot_id``: announced by the local leader, 0 for none. ``complete``: all shards are copied.
+    ``snapshot_id``: announced by the local leader, 0 for none. ``complete``: all shares are copied.
     ``pinned``: it is being committed. ``soft_pinned``: it is only being digested for a comparison.
     """
 
@@ -300,7 +300,7 @@ class SlotRecord:
         self._words[self._at + _FIELD_INDEX[name]] = value
 
     def set_copied(self, local_rank: int, snapshot_id: int) -> None:
-        """Record that ``local_rank`` has copied its shard of ``snapshot_id``."""
+        """Record that ``local_rank`` has copied its share of ``snapshot_id``."""
         self._words[self._at + _COPIED_START + local_rank] = snapshot_id
 
     def announced_id(self) -> int:
@@ -310,17 +310,17 @@ class SlotRecord:
 
     def complete_snapshot_id(self) -> int:
         """Return the id of the complete snapshot in this slot, else 0."""
-        snapshot_id, shard_count = self.announced_id(), self.get("shard_count")
-        if not snapshot_id or not 0 < shard_count <= MAX_LOCAL_RANKS:
+        snapshot_id, share_count = self.announced_id(), self.get("share_count")
+        if not snapshot_id or not 0 < share_count <= MAX_LOCAL_RANKS:
             return 0
         start = self._at + _COPIED_START
-        copied_ids = self._words[start : start + shard_count]
+        copied_ids = self._words[start : start + share_count]
         return snapshot_id if all(copied_id == snapshot_id for copied_id in copied_ids) else 0
 
     def has_failed_copy(self) -> bool:
-        """Whether a local rank failed to copy its shard."""
+        """Whether a local rank failed to copy its share."""
         start = self._at + _COPIED_START
-        return COPY_FAILED in self._words[start : start + min(self.get("shard_count"), MAX_LOCAL_RANKS)]
+        return COPY_FAILED in self._words[start : start + min(self.get("share_count"), MAX_LOCAL_RANKS)]
 
     def read_state(self) -> SlotState:
         """Read the fields on which decisions depend."""
@@ -374,9 +374,9 @@ class Slot:
         barrier()
         return snapshot_id not in {record.get("pinned"), record.get("soft_pinned")}
 
-    def announce(self, snapshot_id: int, *, shard_count: int = 1, commit_requested: bool = False) -> None:
+    def announce(self, snapshot_id: int, *, share_count: int = 1, commit_requested: bool = False) -> None:
         """As local leader, announce the snapshot whose metadata is written, for the ranks that copy it."""
-        self.record.set("shard_count", shard_count)
+        self.record.set("share_count", share_count)
         self.record.set("commit_requested", snapshot_id if commit_requested else 0)
         self.record.set("snapshot_id", snapshot_id)
 

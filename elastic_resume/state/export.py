@@ -162,9 +162,7 @@ def _is_tensor_ref(leaf: Any) -> bool:
 
 def _make_spec(buffer: TensorBuffer, key: str, ref: TensorRef) -> TensorSpec:
     extent = buffer.layout.extents[ref.stored_names[0]]
-    shape = extent.shape
-    if ref.shards is not None:
-        shape = (*shape[: ref.shards.dim], ref.shards.size, *shape[ref.shards.dim + 1 :])
+    shape = extent.shape if ref.shards is None else ref.shards.whole_shape(extent.shape)
     if ref.kind not in _COMPLEX_DTYPES:
         return TensorSpec(key, extent.dtype, shape)
     if ref.kind == "complex128":

@@ -42,8 +42,8 @@ def load_into(
 
     Args:
         tracked: name -> object, from `collect_objects`.
-        structure: the stored counterpart of `FlatState.structure`. Of a tensor that is sharded now this
-            rank loads its part, however the stored one is divided.
+        structure: the stored counterpart of `FlatState.structure`. If a live tensor is sharded, this rank
+            loads its shard, however the stored tensor is divided.
         get_tensor: returns a stored tensor by name, on the CPU. It may block; its memory is not kept.
         peek_tensor: returns a tensor for its shape and dtype only, without blocking; default ``get_tensor``.
         make_tensor: returns a tensor for an object to keep; default is a copy from ``get_tensor``.
@@ -84,7 +84,7 @@ def load_into(
 
 
 def _iter_tensors(tracked: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors of the live objects that may be sharded; an optimizer's state is made anew."""
+    """Yield the live tensors that may be sharded. An optimizer's state is made anew, so not that."""
     for item in tracked.values():
         if isinstance(item, nn.Module):
             yield from item.parameters()
@@ -155,8 +155,9 @@ def _describe_value(value: Any, get_tensor: Callable[[str], Tensor], live_shards
     if value is None:
         return "absent"
     if isinstance(value, TensorRef) and value.shards is not None:
-        part = replace_references(TensorRef(live_shards.find_name(value), value.kind), get_tensor)
-        return _describe(part.dtype, live_shards.shape_of(value, get_tensor)[: part.dim()])
+        # Describe the whole by one shard. A complex tensor is stored with one dimension more.
+        shard = replace_references(TensorRef(live_shards.find_name(value), value.kind), get_tensor)
+        return _describe(shard.dtype, live_shards.shape_of(value, get_tensor)[: shard.dim()])
     if isinstance(value, TensorRef):
         value = replace_references(value, get_tensor)
     return describe_tensor(value) if isinstance(value, Tensor) else "not a tensor"
@@ -191,7 +192,10 @@ def _build_state(
     peek_tensor: Callable[[str], Tensor],
     live_shards: LiveShards,
 ) -> Any:
-    """Build the state of any object but a module. An optimizer's tensors are divided as its parameters."""
+    """Build the state of any object but a module.
+
+    An optimizer's tensor of the same shape as its parameter is divided like it.
+    """
     is_like_torch = isinstance(item, Optimizer) and isinstance(stored, dict)
     if not is_like_torch or not isinstance(stored.get("state"), dict):
         return replace_references(stored, make_tensor, live_shards.find)
@@ -247,23 +251,11 @@ def _restore_dtypes(optimizer: Optimizer, restored: Mapping[str, Any]) -> None:
 def replace_references(value: Any, get_tensor: Callable[[str], Tensor], live: Any = None) -> Any:
     """Replace the references in a decoded state by tensors and arrays.
 
-    ``live`` is a DTensor, or a function that returns one or None for a reference. Such a tensor is then
-    divided in the same way, and this rank gets its part. Any other tensor becomes whole.
+    ``live`` is the live tensor, or a function that returns one or None for a reference. If that is a DTensor,
+    the result is a DTensor too, divided in the same way. All others become whole tensors.
     """
     if isinstance(value, TensorRef):
-        like = live(value) if callable(live) and not isinstance(live, Tensor) else live
-        like = like if sharded.is_dtensor(like) else None
-        if like is None:
-            tensor = sharded.read_whole(value, get_tensor)
-        else:
-            tensor = sharded.read_own(value, like, get_tensor)
-        if value.kind in COMPLEX_KINDS.values():
-            tensor = torch.view_as_complex(tensor)
-        if like is not None:
-            return sharded.rebuild(tensor, like)
-        if value.kind == "numpy":
-            return tensor.numpy()
-        return tensor.numpy()[()] if value.kind == "numpy-scalar" else tensor
+        return _read_reference(value, get_tensor, live(value) if callable(live) else live)
     if isinstance(value, dict):
         items = {k: replace_references(v, get_tensor, live) for k, v in value.items()}
         return items if type(value) is dict else type(value)(items)
@@ -272,3 +264,17 @@ def replace_references(value: Any, get_tensor: Callable[[str], Tensor], live: An
     if type(value) is deque:
         return deque((replace_references(v, get_tensor, live) for v in value), value.maxlen)
     return value
+
+
+def _read_reference(ref: TensorRef, get_tensor: Callable[[str], Tensor], live: Any) -> Any:
+    is_sharded = sharded.is_dtensor(live)
+    tensor = (
+        sharded.read_own_shard(ref, live, get_tensor) if is_sharded else sharded.read_whole(ref, get_tensor)
+    )
+    if ref.kind in COMPLEX_KINDS.values():
+        tensor = torch.view_as_complex(tensor)
+    if is_sharded:
+        return sharded.make_dtensor(tensor, live)
+    if ref.kind == "numpy":
+        return tensor.numpy()
+    return tensor.numpy()[()] if ref.kind == "numpy-scalar" else tensor

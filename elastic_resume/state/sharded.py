@@ -1,8 +1,9 @@
-"""Read and rebuild tensors that FSDP divides over the ranks of a node (`torch.distributed.tensor.DTensor`).
+"""Read and make DTensors, which FSDP divides over the ranks of a node.
 
-A rank tracks its local shard of each. `describe` reads mesh and placements, and refuses what a node cannot
-hold as a whole. The meaning of ``Shard`` and ``Replicate`` is that of torch's placements:
-https://docs.pytorch.org/docs/stable/distributed.tensor.html.
+A rank tracks its own shard of each DTensor. `find_own_shard` reads the mesh and the placements, and refuses a
+tensor that one node does not hold as a whole. When a checkpoint is loaded, each rank reads its shard of the
+stored tensor, even if that is whole or divided in another way. Placements (``Shard``, ``Replicate``) are
+torch's: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from elastic_resume.errors import UntrackableError
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return whether ``value`` is a DTensor. Its module, which takes a second to import, may be missing."""
+    """Return whether ``value`` is a DTensor, without the import of its module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def to_local(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, the same object each time; any other tensor as it is.
+    """Return this rank's shard of a DTensor, the same object each time; any other tensor as it is.
 
-    `DTensor.to_local` would make a new view at each call. Not public.
+    `DTensor.to_local` would make a new view at each call, so this reads a private attribute.
     """
     local: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
     return local
 
 
-def describe(tensor: Any, path: str) -> tuple[Shards, int]:
-    """Return how a DTensor is divided, and which shard this rank holds.
+def find_own_shard(tensor: Any, path: str) -> tuple[Shards, int]:
+    """Return how a DTensor is divided, and the index of this rank's shard. ``path`` is for errors.
 
     Raises:
         UntrackableError: it is divided in more than one way, or unevenly, or not at all.
@@ -57,7 +58,7 @@ def describe(tensor: Any, path: str) -> tuple[Shards, int]:
             "shard over the ranks of a node, and replicate over the nodes. Set the degrees of tensor, "
             "pipeline, context and expert parallelism to 1."
         )
-    (mesh_dim,) = wide or divided[:1]
+    (mesh_dim,) = wide or divided[:1]  # without a wide dimension the only shard is the whole tensor
     dim = tensor.placements[mesh_dim].dim % tensor.dim()
     shards, index = Shards(dim, tensor.shape[dim], mesh.size(mesh_dim)), mesh.get_local_rank(mesh_dim)
     local = to_local(tensor)
@@ -70,14 +71,17 @@ def describe(tensor: Any, path: str) -> tuple[Shards, int]:
 
 
 def has_divided_parameters(tracked: Mapping[str, Any]) -> bool:
-    """Return whether a rank holds only parts of the tracked models."""
+    """Return whether other ranks of the node hold other shards of a tracked model."""
     models = [item for item in tracked.values() if isinstance(item, nn.Module)]
     dtensors = filter(is_dtensor, (parameter for model in models for parameter in model.parameters()))
-    return any(describe(parameter, "")[0].count > 1 for parameter in dtensors)
+    return any(find_own_shard(parameter, "")[0].count > 1 for parameter in dtensors)
 
 
 def find_shard_ranks(tensor: Any) -> list[int]:
-    """Return the ranks that hold the shards of a DTensor that `describe` accepts, in their order."""
+    """Return the ranks that hold the shards of a DTensor, in the order of the shards.
+
+    `find_own_shard` refuses a tensor with more than one such dimension of its mesh.
+    """
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_shard() and tensor.device_mesh.size(mesh_dim) > 1:
             return dist.get_process_group_ranks(tensor.device_mesh.get_group(mesh_dim))
@@ -85,34 +89,38 @@ def find_shard_ranks(tensor: Any) -> list[int]:
 
 
 class LiveShards:
-    """The ways in which live tensors are divided, to divide a stored tensor in the same way."""
+    """One live DTensor for each way of division, as the model for stored tensors of that division.
+
+    The state of an optimizer is made anew by a restore, so no live tensor of the same name shows its mesh.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._like: dict[tuple[int, int], tuple[Any, int]] = {}
+        # (dimension, number of shards) -> (a live tensor, the index of this rank's shard)
+        self._examples: dict[tuple[int, int], tuple[Any, int]] = {}
         for tensor in tensors:
             if is_dtensor(tensor):
-                shards, index = describe(tensor, "")
-                self._like.setdefault((shards.dim, shards.count), (tensor, index))
+                shards, index = find_own_shard(tensor, "")
+                self._examples.setdefault((shards.dim, shards.count), (tensor, index))
 
     def find(self, ref: TensorRef) -> Any:
         """Return a live DTensor that is divided as ``ref`` is, or None."""
-        if ref.shards is None:
-            return None
-        return self._like.get((ref.shards.dim, ref.shards.count), (None, 0))[0]
+        return self._find_example(ref.shards)[0]
 
     def find_name(self, ref: TensorRef) -> str:
-        """Return the name of the shard that this rank holds; of the first one if no live tensor tells."""
-        if ref.shards is None:
-            return ref.name
-        _, index = self._like.get((ref.shards.dim, ref.shards.count), (None, 0))
-        return ref.shards.name(ref.name, index)
+        """Return the name of the entry by which this rank learns the dtype and shape of ``ref``.
+
+        That is its own shard, or the first one if no live tensor is divided as ``ref`` is.
+        """
+        return ref.stored_names[self._find_example(ref.shards)[1]]
+
+    def _find_example(self, shards: Shards | None) -> tuple[Any, int]:
+        nothing = None, 0
+        return nothing if shards is None else self._examples.get((shards.dim, shards.count), nothing)
 
     def shape_of(self, ref: TensorRef, peek_tensor: Callable[[str], Tensor]) -> tuple[int, ...]:
         """Return the shape of the whole tensor as it is stored."""
-        shape = list(peek_tensor(self.find_name(ref)).shape)
-        if ref.shards is not None:
-            shape[ref.shards.dim] = ref.shards.size
-        return tuple(shape)
+        shape = tuple(peek_tensor(self.find_name(ref)).shape)
+        return shape if ref.shards is None else ref.shards.whole_shape(shape)
 
 
 def read_whole(ref: TensorRef, get_tensor: Callable[[str], Tensor]) -> Tensor:
@@ -122,9 +130,13 @@ def read_whole(ref: TensorRef, get_tensor: Callable[[str], Tensor]) -> Tensor:
     return torch.cat([get_tensor(name) for name in ref.stored_names], ref.shards.dim)
 
 
-def read_own(ref: TensorRef, live: Any, get_tensor: Callable[[str], Tensor]) -> Tensor:
-    """Return the part of a stored tensor that this rank holds of ``live``, whatever division is stored."""
-    shards, index = describe(live, ref.name)
+def read_own_shard(ref: TensorRef, live: Any, get_tensor: Callable[[str], Tensor]) -> Tensor:
+    """Return this rank's shard of a stored tensor, divided as ``live`` is.
+
+    The stored tensor may be whole, or divided in another way. Pieces are cloned: a view would keep the memory
+    of all of the stored shard.
+    """
+    shards, index = find_own_shard(live, ref.name)
     dim, (start, stop) = shards.dim, shards.extent(index)
     if ref.shards is None or ref.shards.dim != dim:
         return read_whole(ref, get_tensor).narrow(dim, start, stop - start).clone()
@@ -132,28 +144,24 @@ def read_own(ref: TensorRef, live: Any, get_tensor: Callable[[str], Tensor]) -> 
     for number, name in enumerate(ref.stored_names):
         first, end = ref.shards.extent(number)
         low, high = max(first, start), min(end, stop)
+        # Do not read other ranks' empty shards: a restore may not have loaded them.
         if (low, high) == (first, end) and (low < high or number == index):
             parts.append(get_tensor(name))
         elif low < high:
             parts.append(get_tensor(name).narrow(dim, low - first, high - low).clone())
-    if not parts:  # this rank holds nothing of it
+    if not parts:  # this rank's shard is empty
         return get_tensor(ref.stored_names[0]).narrow(dim, 0, 0).clone()
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def rebuild(local: Tensor, live: Any) -> Tensor:
-    """Return the DTensor whose part on this rank is ``local``, divided as ``live`` is.
+def make_dtensor(local: Tensor, live: Any) -> Tensor:
+    """Return a DTensor whose shard on this rank is ``local``, divided as ``live`` is.
 
     Their sizes may differ in the dimensions that are not divided.
     """
-    shards, _ = describe(live, "")
-    shape = list(local.shape)
-    shape[shards.dim] = shards.size
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
-    size, stride, mesh = torch.Size(shape), tuple(strides), live.device_mesh
+    shards, _ = find_own_shard(live, "")
+    whole = torch.empty(shards.whole_shape(tuple(local.shape)), device="meta")
     made: Tensor = type(live).from_local(
-        local, mesh, live.placements, run_check=False, shape=size, stride=stride
+        local, live.device_mesh, live.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return made

@@ -176,13 +176,14 @@ TensorKey = tuple[Any, ...]  # see make_key
 class Leaf:
     """One named tensor of the live state; ``tensor`` shares the object's storage.
 
-    It is detached, or the object's own (`state_cache.CachedState`): copy it without grad.
+    It is detached, or the object's own (`state_cache.CachedState`): copy it without grad. For a DTensor it is
+    this rank's shard; ``name`` is that of the shard, and ``shards`` tells how the whole tensor is divided.
     """
 
-    name: str
+    name: str  # of the entry in the image
     tensor: Tensor
     kind: str
-    shards: Shards | None = None  # of which ``tensor`` is this rank's
+    shards: Shards | None = None
 
     @property
     def is_divided(self) -> bool:
@@ -190,7 +191,7 @@ class Leaf:
         return self.shards is not None and self.shards.count > 1
 
     def list_specs(self) -> list[TensorSpec]:
-        """Describe the tensor as it lies in the image, or all of its shards."""
+        """Describe the tensor's entries in the image, those of the other ranks' shards too."""
         if self.shards is None:
             return [make_spec(self.name, self.tensor)]
         dtype, shape = NAME_BY_DTYPE[self.tensor.dtype], tuple(self.tensor.shape)
@@ -397,10 +398,13 @@ class TensorCollector:
         return value
 
     def add_tensor(self, tensor: Tensor, path: str, kind: str) -> TensorRef:
-        """Collect ``tensor`` under a name made from ``path``. Tied tensors share the first one's name."""
+        """Collect ``tensor``, or this rank's shard, under a name made from ``path``.
+
+        Tied tensors share the first one's name.
+        """
         shards, index = None, 0
         if sharded.is_dtensor(tensor):
-            shards, index = sharded.describe(tensor, path)
+            shards, index = sharded.find_own_shard(tensor, path)
             tensor = sharded.to_local(tensor)
         _check_storable(tensor, path)
         stored_as, tensor = to_stored_form(tensor)

@@ -229,16 +229,16 @@ class Run:
         return wrapped
 
     def replicate(self, model: nn.Module) -> nn.Module:
-        """Sum the gradients of a sharded model over the nodes; return the model. Instead of `ddp`.
+        """Average the gradients of a sharded model over the nodes; return the model. Use it instead of `ddp`.
 
-        ``model`` was given to ``fully_shard(..., mesh=er.shard_mesh())`` before `er.resume`. Gradients are
-        averaged over all ranks in each backward pass.
+        ``model`` was given to ``fully_shard(..., mesh=er.shard_mesh())`` before `er.resume`. Each backward
+        pass averages within the node, as FSDP does, and then over the nodes.
 
         Raises:
             UsageError: the model is not sharded, or FSDP replicates it already.
 
         """
-        sharding.replicate(model, self._context, self._context.collectives)
+        sharding.replicate(model, self._context)
         return model
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -452,7 +452,7 @@ class Run:
         is logged).
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
-        if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_ranks):
+        if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_local_ranks):
             return None
         position, is_epoch_over = self._progress.position_to_resume_from()
         with self._heartbeat.busy():
@@ -643,7 +643,7 @@ class Run:
             raise UsageError("run.restartable: call the function in the main thread.")
         if self._link is None or self._collectives is None:
             return
-        if self._snapshot_scheduler.needs_all_ranks:
+        if self._snapshot_scheduler.needs_all_local_ranks:
             raise UsageError(
                 "run.restartable: the model is sharded, and its process groups end with their world. Train "
                 "without run.restartable: then the processes are restarted."
@@ -726,7 +726,7 @@ class Run:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
         scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
         is_drained = self._drain_request.requested and self._context.is_local_leader
-        if is_drained and not scheduler.needs_all_ranks:
+        if is_drained and not scheduler.needs_all_local_ranks:
             with self._heartbeat.busy():
                 scheduler.keep_state(self.position, is_epoch_over=is_epoch_over)
             return True

@@ -20,7 +20,7 @@ from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.capture import schedule, slot_access, snapshot_plan, snapshotter
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
-snapshot_plan.MIN_BYTES_TO_SHARD = 0
+snapshot_plan.MIN_BYTES_TO_SPLIT = 0
 for module in (slot_access, snapshotter, schedule):
     module.PEER_TIMEOUT_S = 60  # longer than any rank is delayed
 torch.manual_seed(1)
@@ -156,7 +156,7 @@ def test_ranks_wait_longer_for_late_local_leader_without_hooks(tmp_path: Path) -
 
 
 def test_ranks_with_different_plans_leave_no_tensor_out(tmp_path: Path) -> None:
-    """The local leader sees a frozen parameter, so its shards differ from those of the other rank."""
+    """The local leader sees a frozen parameter, so its share differs from those of the other rank."""
     leader, _ = run_two_ranks(tmp_path, FROZEN_ON_LEADER)
     assert leader["stale"] == []
     assert leader["problems"][-1], "in the end the local leader copies everything"

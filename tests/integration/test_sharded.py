@@ -40,9 +40,7 @@ def train(directory: Path, nodes: int, min_nodes: int, plan: list[tuple[int, int
                 cluster.kill_node(rank // 2)
                 cluster.start_node(rank // 2)
         codes = cluster.wait_exit()
-        assert [code for code in codes if code != -9] == [0] * len([c for c in codes if c != -9]), (
-            cluster.output(0)
-        )
+        assert set(codes) <= {0, -signal.SIGKILL}, cluster.output(0)
         assert cluster.lost_steps == 0
     return log
 
@@ -176,7 +174,7 @@ def test_a_resume_divides_anew(undisturbed: Path, tmp_path: Path) -> None:
 
 
 def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Two nodes of two ranks: optimizers, precisions, placements and meshes."""
+    """Two nodes of two ranks: optimizers, precisions, placements and meshes of `sharded_kinds.py`."""
     env = [
         {"LOCAL_RANK": str(r % 2), "LOCAL_WORLD_SIZE": "2", "ELASTIC_RESUME_NODE_NAME": f"n{r // 2}"}
         for r in range(4)

@@ -14,7 +14,7 @@ SLOT_BYTES = slot_memory.required_slot_bytes(LAYOUT.total_bytes, 1000, 1000)
 
 
 def write_snapshot(
-    slot: Slot, step: int, *, generation: int = 1, commit_requested: bool = False, shard_count: int = 1
+    slot: Slot, step: int, *, generation: int = 1, commit_requested: bool = False, share_count: int = 1
 ) -> int:
     """Write a snapshot into ``slot`` as a local leader does; local rank 0 has copied its share."""
     snapshot_id = encode_snapshot_id(generation, step)
@@ -33,6 +33,6 @@ def write_snapshot(
         7,
     )
     slot.memory[len(LAYOUT.header) : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
-    slot.announce(snapshot_id, shard_count=shard_count, commit_requested=commit_requested)
+    slot.announce(snapshot_id, share_count=share_count, commit_requested=commit_requested)
     slot.record.set_copied(0, snapshot_id)
     return snapshot_id

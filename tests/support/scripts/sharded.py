@@ -1,7 +1,7 @@
-"""A training script whose model is sharded over the ranks of each node; it records losses, and ends planned.
+"""Trains a model that is sharded over the ranks of each node, records losses, and kills as planned.
 
-``--plan`` is a JSON list of ``[step, rank, who]``: after that step the rank kills its worker (itself) or its
-node, once. Each rank appends its losses to a file of its own, and writes its final state to another.
+``--plan`` is a JSON list of ``[step, rank, who]``: after that step the rank kills itself ("worker") or its
+"node", once. Each rank appends its losses to a file of its own, and writes its final state to another.
 """
 
 from __future__ import annotations

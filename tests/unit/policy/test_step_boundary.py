@@ -12,6 +12,7 @@ NOTHING = BoundaryActions()
 SNAPSHOT = BoundaryActions(takes_snapshot=True, announces=True)
 ALONE = BoundaryActions(takes_snapshot=True, announces=True, leader_only=True)
 NEXT_STEP = BoundaryActions(announces_next_step=True)
+SHARDED = {"needs_all_local_ranks": True}
 COMMIT_ONLY = BoundaryActions(takes_snapshot=True, commits=True, leader_only=True)
 
 
@@ -34,18 +35,18 @@ COMMIT_ONLY = BoundaryActions(takes_snapshot=True, commits=True, leader_only=Tru
         (None, 3, {"snapshots_off": True, "is_commit_due": True}, COMMIT_ONLY),
         (None, 0, {"is_epoch_over": True}, NOTHING),
         (5, 0, {"is_commit_due": True}, BoundaryActions(writes_directly=True)),
-        (6, 3, {"needs_all_ranks": True}, NOTHING),
-        (5, 3, {"needs_all_ranks": True}, SNAPSHOT),
-        (None, 3, {"needs_all_ranks": True}, NEXT_STEP),
-        (6, 3, {"needs_all_ranks": True, "is_commit_due": True}, NEXT_STEP),
-        (5, 3, {"needs_all_ranks": True, "is_commit_due": True}, BoundaryActions(True, True, announces=True)),
-        (6, 3, {"needs_all_ranks": True, "is_comparison_due": True}, NOTHING),
-        (6, 3, {"needs_all_ranks": True, "is_epoch_over": True}, SNAPSHOT),
-        (None, 1, {"needs_all_ranks": True, "is_epoch_over": True}, NOTHING),
-        (None, 1, {"needs_all_ranks": True, "is_commit_due": True}, NEXT_STEP),
-        (5, 1, {"needs_all_ranks": True, "is_commit_due": True}, BoundaryActions(True, True, announces=True)),
-        (5, 1, {"needs_all_ranks": True}, NOTHING),
-        (None, 0, {"needs_all_ranks": True, "is_commit_due": True}, BoundaryActions(writes_directly=True)),
+        (6, 3, SHARDED, NOTHING),
+        (5, 3, SHARDED, SNAPSHOT),
+        (None, 3, SHARDED, NEXT_STEP),
+        (6, 3, SHARDED | {"is_commit_due": True}, NEXT_STEP),
+        (5, 3, SHARDED | {"is_commit_due": True}, BoundaryActions(True, True, announces=True)),
+        (6, 3, SHARDED | {"is_comparison_due": True}, NOTHING),
+        (6, 3, SHARDED | {"is_epoch_over": True}, SNAPSHOT),
+        (None, 1, SHARDED | {"is_epoch_over": True}, NOTHING),
+        (None, 1, SHARDED | {"is_commit_due": True}, NEXT_STEP),
+        (5, 1, SHARDED | {"is_commit_due": True}, BoundaryActions(True, True, announces=True)),
+        (5, 1, SHARDED, NOTHING),
+        (None, 0, SHARDED | {"is_commit_due": True}, BoundaryActions(writes_directly=True)),
     ],
 )
 def test_actions_follow_from_what_is_due_and_what_fits(

@@ -68,9 +68,9 @@ class CommitterFixture:
         """Return a slot as the committer has mapped it."""
         return self.committer.slot_pool._owned[index].slot
 
-    def write_requested(self, index: int, step: int, *, shard_count: int = 1) -> int:
+    def write_requested(self, index: int, step: int, *, share_count: int = 1) -> int:
         """Write a snapshot into a slot and request its commit."""
-        snapshot_id = write_snapshot(self.slot(index), step, commit_requested=True, shard_count=shard_count)
+        snapshot_id = write_snapshot(self.slot(index), step, commit_requested=True, share_count=share_count)
         self.committer.request_commit(snapshot_id)
         return snapshot_id
 
@@ -148,7 +148,7 @@ def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixtu
 
 def test_commit_waits_for_all_local_ranks(fixture: CommitterFixture) -> None:
     """Other local ranks may finish their copies later."""
-    snapshot_id = fixture.write_requested(0, 1, shard_count=2)
+    snapshot_id = fixture.write_requested(0, 1, share_count=2)
     time.sleep(0.05)
     assert fixture.committed_names() == []
     fixture.slot(0).record.set_copied(1, snapshot_id)
@@ -337,7 +337,7 @@ def test_worker_waiting_for_commit_delays_no_other_worker(
     """Each connection has its own thread."""
     other = SnapshotClient(server.socket_name)
     with ThreadPoolExecutor(1) as executor:
-        snapshot_id = write_snapshot(fixture.slot(0), 1, shard_count=2)
+        snapshot_id = write_snapshot(fixture.slot(0), 1, share_count=2)
         waiting = executor.submit(other.call, "commit", snapshot_id=snapshot_id)
         wait_until(lambda: bool(fixture.committer._requests))
         assert client.call("reserve", bytes=100)[0] == {"slots": 3}

@@ -113,27 +113,27 @@ class SharedNode:
         self.attempts: dict[int, int] = {}
         self.newest_complete = 0
         self.given_up: set[int] = set()  # snapshots that may be lost though they were complete
-        self.write(OLD, shard_count=1)
+        self.write(OLD, share_count=1)
 
-    def write(self, snapshot_id: int, *, shard_count: int = 2) -> None:
-        """Write a snapshot as local leader, without the other rank's shard."""
+    def write(self, snapshot_id: int, *, share_count: int = 2) -> None:
+        """Write a snapshot as local leader, without the other rank's share."""
         chosen = slot_memory.choose_overwritable(self.read_slots())
         slot = self.map_slot(chosen) if chosen is not None else None
         if slot is None:
             return
         attempt = self.attempts[snapshot_id] = self.attempts.get(snapshot_id, 0) + 1
-        if attempt > 1:  # the shard of a late rank may have completed it just now
+        if attempt > 1:  # the share of a late rank may have completed it just now
             self.given_up.add(snapshot_id)
         if not slot.take(snapshot_id):
             return
         self.store(slot, LEADER_BYTES[:2], snapshot_id % 100 + attempt)  # read at the time of the attempt
-        slot.announce(snapshot_id, shard_count=shard_count)
-        places = LEADER_BYTES if shard_count == 2 else LEADER_BYTES + OTHER_BYTES
+        slot.announce(snapshot_id, share_count=share_count)
+        places = LEADER_BYTES if share_count == 2 else LEADER_BYTES + OTHER_BYTES
         self.store(slot, places[2:], snapshot_id % 100)
         slot.record.set_copied(0, snapshot_id)
 
-    def write_shard(self, snapshot_id: int) -> None:
-        """Copy the other local rank's shard, if the local leader has announced the slot."""
+    def write_share(self, snapshot_id: int) -> None:
+        """Copy the other local rank's share, if the local leader has announced the slot."""
         for state in self.read_slots():
             slot = self.map_slot(state) if state.snapshot_id == snapshot_id else None
             if slot is not None:
@@ -173,8 +173,8 @@ class SharedNode:
 
     def assert_whole(self, snapshot_id: int, data: Sequence[int]) -> None:
         """Check that all bytes are of that snapshot, and the first ones of a single attempt at it."""
-        shards = [snapshot_id % 100] * 3
-        assert list(data[2:]) == shards, (snapshot_id, data)
+        shares = [snapshot_id % 100] * 3
+        assert list(data[2:]) == shares, (snapshot_id, data)
         assert data[0] == data[1], (snapshot_id, data)
         assert snapshot_id % 100 < data[0] <= snapshot_id % 100 + self.attempts[snapshot_id]
 
@@ -189,26 +189,26 @@ class SharedNode:
 
 
 def fail_late_and_write_alone(node: SharedNode) -> None:
-    """Copy this rank's own shard, but wait too short for the other's, and then write NEW alone."""
+    """Copy this rank's own share, but wait too short for the other's, and then write NEW alone."""
     node.write(NEW)
     if not any(state.complete and state.snapshot_id == NEW for state in node.read_slots()):
-        node.write(NEW, shard_count=1)
+        node.write(NEW, share_count=1)
 
 
-def write_shard_and_commit(node: SharedNode) -> None:
-    """Copy the other rank's shard, and commit what is complete then."""
-    node.write_shard(NEW)
+def write_share_and_commit(node: SharedNode) -> None:
+    """Copy the other rank's share, and commit what is complete then."""
+    node.write_share(NEW)
     node.commit()
 
 
 def write_discard_and_write(node: SharedNode) -> None:
     """Write NEW, find that it is damaged, and write NEXT."""
-    node.write(NEW, shard_count=1)
+    node.write(NEW, share_count=1)
     for state in node.read_slots():
         if state.snapshot_id == NEW:
             node.given_up.add(NEW)
             node.control.slot_record(state.index).set("snapshot_id", 0)
-    node.write(NEXT, shard_count=1)
+    node.write(NEXT, share_count=1)
 
 
 def replace_slots(node: SharedNode) -> None:
@@ -221,11 +221,11 @@ def replace_slots(node: SharedNode) -> None:
 COMMIT = SharedNode.commit
 SCENARIOS: dict[str, tuple[int, Sequence[Actor]]] = {  # the number of preemptions, and the actors
     "the ranks write, the committer reads": (
-        1, [COMMIT, lambda node: node.write(NEW), lambda node: node.write_shard(NEW)],
+        1, [COMMIT, lambda node: node.write(NEW), lambda node: node.write_share(NEW)],
     ),
-    "again because the other rank is late": (2, [fail_late_and_write_alone, write_shard_and_commit]),
+    "again because the other rank is late": (2, [fail_late_and_write_alone, write_share_and_commit]),
     "discarded": (1, [write_discard_and_write, COMMIT]),
-    "slots are replaced": (1, [replace_slots, lambda node: node.write(NEW, shard_count=1)]),
+    "slots are replaced": (1, [replace_slots, lambda node: node.write(NEW, share_count=1)]),
 }  # fmt: skip
 
 

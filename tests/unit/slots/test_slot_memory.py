@@ -375,7 +375,7 @@ def test_weakly_ordered_machine_has_barrier_around_each_access(
     control.set("decided_id", 8)
     control.set_copying(0, 8)
     record.set_copied(0, 8)
-    record.set("shard_count", 1)
+    record.set("share_count", 1)
     assert record.complete_snapshot_id() == 8  # reads id, two serials, count, and the ranks' ids at once
     assert not control.is_copying_older([0], 8)
     assert len(found) == (1 if machine == "x86_64" else 2 * 10 + 1)  # one of its own after `copying`
