@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,19 @@ run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batc
 wrapped = run.ddp(model) if args.ddp else run.replicate(model)
 
 
+def has_recorded(rank: int, step: int) -> bool:
+    """Return whether a rank has written its loss of a step."""
+    path = args.losses / f"rank{rank}.jsonl"
+    return path.exists() and f'"step": {step},' in path.read_text()
+
+
 def kill_as_planned(step: int) -> None:
-    """Kill this worker, or its node."""
+    """Kill this worker, or its node, once all ranks have recorded the step: the kill may end them too."""
     for at, rank, who in args.plan:
         done = args.losses / f"done-{at}"
         if (at, rank) == (step, run.rank) and not done.exists():
+            while not all(has_recorded(each, step) for each in range(run.world_size)):
+                time.sleep(0.01)
             done.touch()
             if who == "node":
                 os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
