@@ -24,6 +24,7 @@ from elastic_resume.capture.slot_access import PEER_TIMEOUT_S
 from elastic_resume.capture.snapshotter import Snapshotter
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.writer import RetentionPolicy
+from elastic_resume.errors import MachineError
 from elastic_resume.policy import checkpoint_interval, digests
 from elastic_resume.policy.checkpoint_interval import SaveCost, StepBoundary, decide_actions
 from elastic_resume.policy.resume_plan import ResumePlan
@@ -32,7 +33,7 @@ from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.slot_memory import encode_snapshot_id
-from elastic_resume.state import sharded
+from elastic_resume.state import load_objects, sharded
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,9 @@ class SnapshotScheduler:
         """
         settings = context.settings
         # Each local rank holds other shards of the model, so it takes part in every snapshot.
-        self.needs_all_local_ranks = sharded.has_divided_parameters(tracked)
+        self.needs_all_local_ranks = any(
+            sharded.is_divided(tensor) for _, tensor in load_objects.iter_live_tensors(tracked)
+        )
         self.committed_path: Path | None = None  # path of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
         self.meter = CostMeter(self.snapshotter)
@@ -129,10 +132,18 @@ class SnapshotScheduler:
             default = slot_memory.estimate_slot_bytes(state_bytes)
             self._slot_client.prepare_slots(min(capacities, default=default), is_estimate=True)
 
-    def after_step(self, position: Position, *, may_commit: bool = True, is_epoch_over: bool = False) -> None:
+    def after_step(
+        self,
+        position: Position,
+        *,
+        may_commit: bool = True,
+        is_epoch_over: bool = False,
+        is_drained: bool = False,
+    ) -> None:
         """Take the snapshot and the commit that are due at this step boundary.
 
-        ``is_epoch_over`` says that everything else that the epoch does is done too.
+        ``is_epoch_over`` says that everything else that the epoch does is done too. ``is_drained``: the node
+        leaves as soon as a snapshot exists that needs all of its ranks.
 
         Raises:
             UntrackableError: an object has come to hold state that cannot be stored.
@@ -142,7 +153,9 @@ class SnapshotScheduler:
             self.snapshotter.end_step(position.step)
             self.meter.end_step()
             if self._slot_client.is_local_leader:
-                self._act_as_leader(position, may_commit=may_commit, is_epoch_over=is_epoch_over)
+                self._act_as_leader(
+                    position, may_commit=may_commit, is_epoch_over=is_epoch_over, is_drained=is_drained
+                )
                 self.meter.start_step()
             elif self._is_snapshot_expected(position.step, is_epoch_over=is_epoch_over):
                 self.snapshotter.start_snapshot(position, is_epoch_over=is_epoch_over)
@@ -157,8 +170,15 @@ class SnapshotScheduler:
         control, snapshot_id = self._slot_client.control_block, encode_snapshot_id(self._generation, step)
         return control.get("decided_id") == snapshot_id or step >= control.get("next_snapshot_step")
 
-    def _act_as_leader(self, position: Position, *, may_commit: bool, is_epoch_over: bool) -> None:
+    def _act_as_leader(
+        self, position: Position, *, may_commit: bool, is_epoch_over: bool, is_drained: bool
+    ) -> None:
         step, client = position.step, self._slot_client
+        if self.needs_all_local_ranks and not client.slot_count:
+            raise MachineError(
+                f"node {self._context.node} has no memory for a snapshot of the model, and a sharded model "
+                "is saved from one only. Raise ELASTIC_RESUME_SNAPSHOT_MEMORY, or free memory on the node."
+            )
         announced = client.control_block.get("next_snapshot_step")
         boundary = StepBoundary(
             step=step,
@@ -169,6 +189,7 @@ class SnapshotScheduler:
             is_comparison_due=self._is_comparison_due(step),
             is_epoch_over=is_epoch_over,
             needs_all_local_ranks=self.needs_all_local_ranks,
+            is_drained=is_drained,
         )
         actions = decide_actions(boundary)
         # Whether the other local ranks expect a snapshot of this step, so that they wait for its slot.
@@ -258,22 +279,17 @@ class SnapshotScheduler:
             time.sleep(0.005)  # every slot is being read or created
         return False
 
-    def keep_next_step(self, position: Position) -> bool:
-        """Return whether a complete snapshot of this step exists; else let all local ranks take the next one.
-
-        Local leader only, with `needs_all_local_ranks`.
-        """
-        if self.snapshotter.has_snapshot(position) and self.snapshotter.wait_until_complete():
-            return True
-        self._announce(position.step + 1)
-        return False
+    def has_kept(self, position: Position, *, is_epoch_over: bool) -> bool:
+        """Return whether a complete snapshot of this step exists. It may still be copied: wait for that."""
+        is_newest = self.snapshotter.has_snapshot(position, is_epoch_over=is_epoch_over)
+        return is_newest and self.snapshotter.wait_until_complete()
 
     def _write_directly(self, position: Position) -> None:
         if self.needs_all_local_ranks:
             logger.warning(
                 f"node {self._context.node}: step {position.step} was not saved: each rank of the node holds "
-                "a part of the model, and not all of them took a snapshot of this step. Call run.save() on "
-                "every rank, and give the node memory for a snapshot (ELASTIC_RESUME_SNAPSHOT_MEMORY)."
+                "a part of the model, and not all of them took a snapshot of this step. Training continues; "
+                "older checkpoints are untouched."
             )
             return
         result = self._direct_writer.write(position)

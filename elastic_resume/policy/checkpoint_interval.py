@@ -237,6 +237,7 @@ class StepBoundary:
     is_comparison_due: bool = False
     is_epoch_over: bool = False
     needs_all_local_ranks: bool = False
+    is_drained: bool = False
 
     @property
     def takes_snapshots(self) -> bool:
@@ -292,15 +293,14 @@ def decide_actions(boundary: StepBoundary) -> BoundaryActions:
 def _decide_for_all_local_ranks(boundary: StepBoundary) -> BoundaryActions:
     """Decide for a node whose ranks can only take a snapshot together.
 
-    At an epoch's last step all local ranks expect one, without an announcement, if snapshots are taken for
-    their own sake.
+    When an epoch is over all local ranks expect one, without an announcement.
     """
     announced, commits = boundary.announced_step, boundary.is_commit_due
     is_expected = announced is not None and boundary.step >= announced
-    if boundary.takes_snapshots and boundary.is_epoch_over:
-        return BoundaryActions(takes_snapshot=True, commits=commits, announces=True)
-    if is_expected and (boundary.takes_snapshots or commits):
-        compares = boundary.is_comparison_due and boundary.takes_snapshots
+    if (is_expected or boundary.is_epoch_over) and (
+        boundary.takes_snapshots or commits or boundary.is_drained
+    ):
+        compares = boundary.is_comparison_due and boundary.takes_snapshots and not boundary.is_epoch_over
         return BoundaryActions(takes_snapshot=True, commits=commits, compares=compares, announces=True)
-    is_wanted = commits or (boundary.takes_snapshots and announced is None)
+    is_wanted = commits or boundary.is_drained or (boundary.takes_snapshots and announced is None)
     return BoundaryActions(announces_next_step=is_wanted)

@@ -33,6 +33,7 @@ MAX_JSON_BYTES = 256 * 1024 * 1024  # the manifest of a model with a million ten
 # only a peer that hangs.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 DESTROY_TIMEOUT_S = 5.0  # ending idle gloo threads takes a millisecond
+_mesh_by_world: dict[Any, Any] = {}  # default process group -> its `make_node_mesh`
 
 
 class Collectives:
@@ -222,11 +223,16 @@ def make_node_mesh() -> Any:
         else:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         atexit.register(_destroy_process_groups, [], True)
+    if (world := dist.group.WORLD) in _mesh_by_world:
+        return _mesh_by_world[world]
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", "0"))
     group = dist.new_group(list(range(first, first + count)), use_local_synchronization=True)
     device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
-    return DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))
+    mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))
+    _mesh_by_world.clear()
+    _mesh_by_world[world] = mesh
+    return mesh
 
 
 def _frame(data: bytes, size: int) -> Tensor:

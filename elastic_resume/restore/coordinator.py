@@ -169,22 +169,22 @@ def restore(
 def _check_shards(context: RankContext, tracked: Mapping[str, Any]) -> None:
     """Raise UntrackableError unless the ranks of each node hold the whole model together."""
     own_ranks = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node]
-    for model_name, item in tracked.items():
-        for name, parameter in item.named_parameters() if isinstance(item, nn.Module) else ():
-            if not sharded.is_dtensor(parameter):
-                continue
-            ranks = sharded.find_shard_ranks(parameter)
-            if len(ranks) > 1 and ranks != own_ranks:
-                raise UntrackableError(
-                    f"{model_name}/{name}: it is sharded over the ranks {ranks}, and node {context.node} has "
-                    f"the ranks {own_ranks}. Each node must hold the whole model: shard over the ranks of "
-                    "one node, with fully_shard(..., mesh=er.shard_mesh())."
-                )
-            if len({*Counter(context.node_by_rank).values()}) > 1:
-                raise UntrackableError(
-                    f"{model_name}/{name}: it is sharded, and the nodes have different numbers of ranks: "
-                    f"{dict(Counter(context.node_by_rank))}. Give all nodes the same --nproc-per-node."
-                )
+    for name, tensor in load_objects.iter_live_tensors(tracked):
+        if not sharded.is_dtensor(tensor):
+            continue
+        sharded.find_own_shard(tensor, name)  # for its error
+        ranks = sharded.find_shard_ranks(tensor)
+        if len(ranks) > 1 and ranks != own_ranks:
+            raise UntrackableError(
+                f"{name}: it is sharded over the ranks {ranks}, and node {context.node} has the ranks "
+                f"{own_ranks}. Each node must hold the whole model: shard over the ranks of one node, with "
+                "fully_shard(..., mesh=er.shard_mesh())."
+            )
+        if len({*Counter(context.node_by_rank).values()}) > 1:
+            raise UntrackableError(
+                f"{name}: it is sharded, and the nodes have different numbers of ranks: "
+                f"{dict(Counter(context.node_by_rank))}. Give all nodes the same --nproc-per-node."
+            )
 
 
 def _parse_inventory(encoded: Any) -> Inventory:

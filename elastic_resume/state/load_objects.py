@@ -53,7 +53,7 @@ def load_into(
 
     """
     stored = {name: json_codec.decode(part) for name, part in structure.items()}
-    live, peek = LiveShards(_iter_tensors(tracked)), peek_tensor or get_tensor
+    live, peek = LiveShards(tensor for _, tensor in iter_live_tensors(tracked)), peek_tensor or get_tensor
     problems = _find_mismatches(tracked, stored, peek, live)
     if problems:
         shown = "\n  ".join(problems[:50])
@@ -83,16 +83,18 @@ def load_into(
             ) from error
 
 
-def _iter_tensors(tracked: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the live tensors that may be sharded. An optimizer's state is made anew, so not that."""
-    for item in tracked.values():
+def iter_live_tensors(tracked: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names of live tensors that may be sharded, and the tensors.
+
+    An optimizer's state is made anew by a restore, so only its parameters are among them.
+    """
+    for name, item in tracked.items():
         if isinstance(item, nn.Module):
-            yield from item.parameters()
+            yield from ((f"{name}/{key}", parameter) for key, parameter in item.named_parameters())
         elif isinstance(item, Optimizer):
-            for group in item.param_groups:
-                yield from group["params"]
+            yield from ((name, parameter) for group in item.param_groups for parameter in group["params"])
         elif isinstance(item, TrackedTensors):
-            yield from item.state_dict().values()
+            yield from ((f"{name}/{key}", tensor) for key, tensor in item.state_dict().items())
 
 
 def _find_mismatches(

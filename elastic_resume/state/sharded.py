@@ -9,16 +9,16 @@ torch's: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.shards import Shards
-from elastic_resume.errors import UntrackableError
+from elastic_resume.errors import MismatchError, UntrackableError
 
 
 def is_dtensor(value: Any) -> bool:
@@ -70,11 +70,9 @@ def find_own_shard(tensor: Any, path: str) -> tuple[Shards, int]:
     return shards, index
 
 
-def has_divided_parameters(tracked: Mapping[str, Any]) -> bool:
-    """Return whether other ranks of the node hold other shards of a tracked model."""
-    models = [item for item in tracked.values() if isinstance(item, nn.Module)]
-    dtensors = filter(is_dtensor, (parameter for model in models for parameter in model.parameters()))
-    return any(find_own_shard(parameter, "")[0].count > 1 for parameter in dtensors)
+def is_divided(tensor: Any) -> bool:
+    """Return whether other ranks hold other shards of a tensor."""
+    return is_dtensor(tensor) and find_own_shard(tensor, "")[0].count > 1
 
 
 def find_shard_ranks(tensor: Any) -> list[int]:
@@ -95,27 +93,38 @@ class LiveShards:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # (dimension, number of shards) -> (a live tensor, the index of this rank's shard)
-        self._examples: dict[tuple[int, int], tuple[Any, int]] = {}
+        self._examples: dict[Shards, Any] = {}
+        self._indices: dict[tuple[int, int], int] = {}  # (dimension, number of shards) -> this rank's shard
         for tensor in tensors:
             if is_dtensor(tensor):
                 shards, index = find_own_shard(tensor, "")
-                self._examples.setdefault((shards.dim, shards.count), (tensor, index))
+                self._examples.setdefault(shards, tensor)
+                self._indices[shards.dim, shards.count] = index
 
     def find(self, ref: TensorRef) -> Any:
-        """Return a live DTensor that is divided as ``ref`` is, or None."""
-        return self._find_example(ref.shards)[0]
+        """Return a live DTensor that is divided as ``ref`` is; None if ``ref`` or the live model is whole.
+
+        Raises:
+            MismatchError: no live DTensor is divided like that.
+
+        """
+        if ref.shards is None or not self._examples:
+            return None
+        if ref.shards not in self._examples:
+            raise MismatchError(
+                f"{ref.name}: the checkpoint holds it in {ref.shards.count} shards, and its shape is not "
+                "that of a parameter, so it cannot be divided anew. Run with as many ranks per node as the "
+                "run that wrote it."
+            )
+        return self._examples[ref.shards]
 
     def find_name(self, ref: TensorRef) -> str:
         """Return the name of the entry by which this rank learns the dtype and shape of ``ref``.
 
         That is its own shard, or the first one if no live tensor is divided as ``ref`` is.
         """
-        return ref.stored_names[self._find_example(ref.shards)[1]]
-
-    def _find_example(self, shards: Shards | None) -> tuple[Any, int]:
-        nothing = None, 0
-        return nothing if shards is None else self._examples.get((shards.dim, shards.count), nothing)
+        shards = ref.shards
+        return ref.stored_names[0 if shards is None else self._indices.get((shards.dim, shards.count), 0)]
 
     def shape_of(self, ref: TensorRef, peek_tensor: Callable[[str], Tensor]) -> tuple[int, ...]:
         """Return the shape of the whole tensor as it is stored."""

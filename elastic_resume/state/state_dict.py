@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
-from elastic_resume.checkpoint.shards import Shards, tensor_name
+from elastic_resume.checkpoint.shards import Shards, shard_index, tensor_name
 from elastic_resume.errors import ConfigError, UntrackableError
 from elastic_resume.state import sharded
 
@@ -406,10 +406,15 @@ class TensorCollector:
         if sharded.is_dtensor(tensor):
             shards, index = sharded.find_own_shard(tensor, path)
             tensor = sharded.to_local(tensor)
+        elif shard_index(path) is not None:
+            raise UntrackableError(f"{path}: rename it: this is how a checkpoint names a part of a tensor.")
         _check_storable(tensor, path)
         stored_as, tensor = to_stored_form(tensor)
-        key = make_key(tensor, stored_as)
-        if tensor.numel():
+        key, has_address = make_key(tensor, stored_as), tensor.numel() > 0
+        if shards is not None and not has_address and tensor.untyped_storage().data_ptr():
+            # Other ranks see by the address of their shard whether it is tied. FSDP has padded this one.
+            key, has_address = (tensor.untyped_storage().data_ptr(), *key), True
+        if has_address:
             name = self.name_by_key.get(key) or (
                 self._find_known_name(key) if self._find_known_name else None
             )

@@ -37,6 +37,7 @@ from elastic_resume.restore import replica_check
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
+from elastic_resume.state.sharded import is_divided
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, sharding, worker_exit
 from elastic_resume.training.heartbeat import count_collectives
@@ -235,9 +236,15 @@ class Run:
         pass averages within the node, as FSDP does, and then over the nodes.
 
         Raises:
-            UsageError: the model is not sharded, or FSDP replicates it already.
+            UsageError: the model is not sharded, was not when `er.resume` was called, or FSDP replicates it
+                already.
 
         """
+        if any(map(is_divided, model.parameters())) and not self._snapshot_scheduler.needs_all_local_ranks:
+            raise UsageError(
+                "run.replicate: the model was sharded after er.resume(), which saves the tensors that it had "
+                "before. Call fully_shard() first, and pass that model to er.resume()."
+            )
         sharding.replicate(model, self._context)
         return model
 
@@ -452,7 +459,10 @@ class Run:
         is logged).
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
-        if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_local_ranks):
+        if self._snapshot_scheduler.needs_all_local_ranks:
+            with self._heartbeat.busy():
+                self._context.run_on_all_ranks(lambda: None)  # wait for those that evaluate longer
+        elif not self._context.is_local_leader:
             return None
         position, is_epoch_over = self._progress.position_to_resume_from()
         with self._heartbeat.busy():
@@ -730,8 +740,8 @@ class Run:
             with self._heartbeat.busy():
                 scheduler.keep_state(self.position, is_epoch_over=is_epoch_over)
             return True
-        scheduler.after_step(self.position, is_epoch_over=is_epoch_over)
-        return is_drained and not is_epoch_over and scheduler.keep_next_step(self.position)
+        scheduler.after_step(self.position, is_epoch_over=is_epoch_over, is_drained=is_drained)
+        return is_drained and scheduler.has_kept(self.position, is_epoch_over=is_epoch_over)
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}
@@ -751,9 +761,13 @@ class Run:
 
     def _save_final_state(self) -> None:
         """Commit the final state, in several attempts."""
+        scheduler, context = self._snapshot_scheduler, self._context
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
-            if not self._context.is_local_leader or self._snapshot_scheduler.has_committed(self.position):
+            is_done = not context.is_local_leader or scheduler.has_committed(self.position)
+            if scheduler.needs_all_local_ranks:  # then all take part in each attempt
+                is_done = all(context.collectives.gather(is_done))
+            if is_done:
                 break
             time.sleep(RETRY_S)
         else:

@@ -22,9 +22,9 @@ from elastic_resume.ranks.rank_context import RankContext
 def shard_mesh() -> Any:
     """Return a mesh of this node's ranks, of one dimension, for ``fully_shard(block, mesh=mesh)``.
 
-    Call it once and before `er.resume`: each call makes another process group. It joins the default process
-    group first, as torchrun's environment says, unless the script has done so. Call `Run.replicate` after
-    `er.resume`, to average the gradients over the nodes.
+    Call it before `er.resume`; each call returns the same mesh. It joins the default process group first, as
+    torchrun's environment says, unless the script has done so. Call `Run.replicate` after `er.resume`, to
+    average the gradients over the nodes.
 
     Raises:
         UsageError: the process is a standby, whose node has no ranks yet.

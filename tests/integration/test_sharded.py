@@ -93,11 +93,11 @@ def test_the_loss_of_a_node_keeps_samples_and_losses(undisturbed: Path, tmp_path
 
 
 def test_checkpoints_without_snapshots(tmp_path: Path) -> None:
-    """A commit waits for the next step, in which all ranks of the node take their part."""
+    """A commit waits for the next step, in which all ranks of the node take their part, or for late ranks."""
     (tmp_path / "log").mkdir()
     flags = ["--snapshot-every", "off", "--save-every", "5"]
     with Cluster(tmp_path, nodes=1, workers_per_node=2, flags=flags) as cluster:
-        cluster.start(SCRIPT, "--losses", str(tmp_path / "log"))
+        cluster.start(SCRIPT, "--losses", str(tmp_path / "log"), "--late")
         assert cluster.wait_exit() == [0], cluster.output(0)
         steps = [event["step"] for event in cluster.events("commit")]
         assert not cluster.events("snapshot-failed")
@@ -105,10 +105,11 @@ def test_checkpoints_without_snapshots(tmp_path: Path) -> None:
     assert steps[-1] == STEPS
 
 
-def test_a_drained_job_loses_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [FLAGS, ["--snapshot-every", "off", "--save-every", "1000"]])
+def test_a_drained_job_loses_no_step(tmp_path: Path, flags: list[str]) -> None:
     """All nodes are asked to end: they finish a step together, and the next start goes on from it."""
     (tmp_path / "log").mkdir()
-    with Cluster(tmp_path, nodes=2, min_nodes=2, workers_per_node=2, flags=FLAGS) as cluster:
+    with Cluster(tmp_path, nodes=2, min_nodes=2, workers_per_node=2, flags=flags) as cluster:
         words = ["--losses", str(tmp_path / "log"), "--epochs", "4"]
         cluster.start(SCRIPT, *words)
         cluster.wait(step=5)
@@ -183,7 +184,7 @@ def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None
     for done in launch_ranks.run_ranks(4, SCRIPTS / "sharded_kinds.py", str(tmp_path), env=env):
         assert done.returncode == 0, done.stderr
         results.append(json.loads(done.stdout.splitlines()[-1]))
-    assert len(results[0]) == 14
+    assert len(results[0]) == 15
     for kind in results[0]:
         for rank, result in enumerate(ranks[kind] for ranks in results):
             assert "error" not in result, f"{kind}, rank {rank}: {result['error']}"

@@ -69,6 +69,25 @@ class Frozen(Net):
         self.blocks[0].requires_grad_(False)
 
 
+class Rows(torch.optim.Optimizer):
+    """Scales the gradient of each row by a state that is not of the parameter's shape."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Add up the squares of each row's gradients."""
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            squares = parameter.grad.square()
+            if parameter.dim() > 1:
+                squares = squares.sum(1, keepdim=True)
+            state = self.state[parameter]
+            state["rows"] = state["rows"] + squares if state else squares
+            parameter.sub_(0.01 * parameter.grad / (state["rows"].sqrt() + 1e-3))
+
+
 @dataclass(frozen=True)
 class Kind:
     """How one kind is built and trained."""
@@ -116,6 +135,7 @@ KINDS = {
     "one by one": Kind(
         optimizer=lambda parameters: torch.optim.Adam(parameters, amsgrad=True, foreach=False)
     ),
+    "rows": Kind(optimizer=Rows),
     "kept whole": Kind(how={"reshard_after_forward": False}),
     "bfloat16": Kind(how={"mp_policy": BFLOAT16}),
     "columns": Kind(how={"shard_placement_fn": lambda p: Shard(1) if p.dim() > 1 else Shard(0)}),

@@ -44,6 +44,8 @@ COMMIT_ONLY = BoundaryActions(takes_snapshot=True, commits=True, leader_only=Tru
         (6, 3, SHARDED | {"is_epoch_over": True}, SNAPSHOT),
         (None, 1, SHARDED | {"is_epoch_over": True}, NOTHING),
         (None, 1, SHARDED | {"is_commit_due": True}, NEXT_STEP),
+        (None, 1, SHARDED | {"is_drained": True}, NEXT_STEP),
+        (5, 1, SHARDED | {"is_drained": True}, SNAPSHOT),
         (5, 1, SHARDED | {"is_commit_due": True}, BoundaryActions(True, True, announces=True)),
         (5, 1, SHARDED, NOTHING),
         (None, 0, SHARDED | {"is_commit_due": True}, BoundaryActions(writes_directly=True)),

@@ -109,7 +109,7 @@ def test_failure_to_connect_waits_for_the_end_of_the_generation(
 
     def answer() -> None:
         with end.makefile("rb") as lines:
-            while lines.readline() != b"waiting\n":
+            while not lines.readline().startswith(b"waiting"):
                 pass
         end.sendall(b"park\n")
         serve(end, RESUME).join()
