@@ -233,6 +233,8 @@ class SnapshotScheduler:
         step.
         """
         with self.meter.count_stall():
+            if self.needs_all_local_ranks:
+                self._context.run_on_all_ranks(lambda: None)  # wait for those that evaluate longer
             if position.step == self._loaded_step and not is_epoch_over:
                 return None
             has_snapshot = self._ensure_snapshot(position, is_epoch_over=is_epoch_over)
@@ -248,8 +250,13 @@ class SnapshotScheduler:
             return self.committed_path
 
     def has_committed(self, position: Position) -> bool:
-        """Return whether the newest `commit` committed that step, or this generation began with it."""
-        return position.step == self._loaded_step or self.committed_path is not None
+        """Return whether the newest `commit` committed that step, or this generation began with it.
+
+        With `needs_all_local_ranks` all ranks call it, and all nodes must have, since all must try again.
+        """
+        has_own = position.step == self._loaded_step or self.committed_path is not None
+        has_own = has_own or not self._context.is_local_leader
+        return all(self._context.collectives.gather(has_own)) if self.needs_all_local_ranks else has_own
 
     def keep_state(self, position: Position, *, is_epoch_over: bool = False) -> None:
         """Keep the state of this step after this process ends. Local leader only."""

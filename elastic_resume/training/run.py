@@ -37,7 +37,6 @@ from elastic_resume.restore import replica_check
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
-from elastic_resume.state.sharded import is_divided
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, sharding, worker_exit
 from elastic_resume.training.heartbeat import count_collectives
@@ -240,12 +239,8 @@ class Run:
                 already.
 
         """
-        if any(map(is_divided, model.parameters())) and not self._snapshot_scheduler.needs_all_local_ranks:
-            raise UsageError(
-                "run.replicate: the model was sharded after er.resume(), which saves the tensors that it had "
-                "before. Call fully_shard() first, and pass that model to er.resume()."
-            )
-        sharding.replicate(model, self._context)
+        is_saved = self._snapshot_scheduler.needs_all_local_ranks
+        sharding.replicate(model, self._context, is_saved_in_shards=is_saved)
         return model
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -459,10 +454,7 @@ class Run:
         is logged).
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
-        if self._snapshot_scheduler.needs_all_local_ranks:
-            with self._heartbeat.busy():
-                self._context.run_on_all_ranks(lambda: None)  # wait for those that evaluate longer
-        elif not self._context.is_local_leader:
+        if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_local_ranks):
             return None
         position, is_epoch_over = self._progress.position_to_resume_from()
         with self._heartbeat.busy():
@@ -761,21 +753,16 @@ class Run:
 
     def _save_final_state(self) -> None:
         """Commit the final state, in several attempts."""
-        scheduler, context = self._snapshot_scheduler, self._context
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
-            is_done = not context.is_local_leader or scheduler.has_committed(self.position)
-            if scheduler.needs_all_local_ranks:  # then all take part in each attempt
-                is_done = all(context.collectives.gather(is_done))
-            if is_done:
+            if self._snapshot_scheduler.has_committed(self.position):
                 break
             time.sleep(RETRY_S)
         else:
             if len(self._context.local_leader_by_node) == 1:  # other nodes hold the final state too
                 raise MachineError(
                     f"the end state (step {self.position.step}) could not be saved in "
-                    f"{self._context.node_dir}: see the log lines above, free space on the disk, and start "
-                    "the job again."
+                    f"{self._context.node_dir}: see the log lines above, free space, and start the job again."
                 )
 
     def _release(self, *, is_over: bool = True) -> None:

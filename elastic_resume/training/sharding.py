@@ -17,6 +17,7 @@ from elastic_resume import constants
 from elastic_resume.errors import UsageError
 from elastic_resume.ranks import collectives
 from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.state.sharded import is_divided
 
 
 def shard_mesh() -> Any:
@@ -38,11 +39,14 @@ def shard_mesh() -> Any:
     return collectives.make_node_mesh()
 
 
-def replicate(model: nn.Module, context: RankContext) -> None:
+def replicate(model: nn.Module, context: RankContext, *, is_saved_in_shards: bool) -> None:
     """Average the gradients of an FSDP model over the nodes, after FSDP's reduce-scatter within the node.
 
+    ``is_saved_in_shards``: whether a tracked model was sharded when `er.resume` was called.
+
     Raises:
-        UsageError: no part of the model was given to fully_shard(), or FSDP replicates it already.
+        UsageError: no part of the model was given to fully_shard(), or too late, or FSDP replicates it
+            already.
 
     """
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - takes a second
@@ -53,6 +57,11 @@ def replicate(model: nn.Module, context: RankContext) -> None:
             "run.replicate: no part of the model was given to fully_shard(). Call fully_shard(model, "
             "mesh=er.shard_mesh()) before er.resume(), or use run.ddp(model) for a model that every rank "
             "holds whole."
+        )
+    if not is_saved_in_shards and any(map(is_divided, model.parameters())):
+        raise UsageError(
+            "run.replicate: the model was sharded after er.resume(), which saves the tensors that it had "
+            "before. Call fully_shard() first, and pass that model to er.resume()."
         )
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)

@@ -24,6 +24,7 @@ DEPLOY = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file(
 TEXTS = [README, *PAGES, *DEPLOY]
 # Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, our benchmarks and example scripts.
 FOREIGN = {
+    "--busy-core",
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
     "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--from-literal", "--full",
     "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",

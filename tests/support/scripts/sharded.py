@@ -27,6 +27,7 @@ parser.add_argument("--losses", type=Path, required=True)
 parser.add_argument("--plan", type=json.loads, default=[])
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--late", action="store_true", help="rank 1 is late at the end")
+parser.add_argument("--await-commit", type=int, help="after this step wait for a checkpoint")
 parser.add_argument("--ddp", action="store_true", help="every rank holds the whole model")
 args = parser.parse_args()
 
@@ -80,8 +81,12 @@ for _ in run.epochs(args.epochs):
             entry = {"step": step, "generation": run.generation, "world": run.world_size, "loss": loss.item()}
             file.write(json.dumps(entry) + "\n")
         kill_as_planned(step)
+        while step == args.await_commit and not list(
+            Path(os.environ[constants.ENV_CKPT_DIR]).glob("*/*/g*-s*")
+        ):
+            time.sleep(0.01)
     if args.late and run.rank == 1:
-        time.sleep(3.0)  # as a rank that evaluates
+        time.sleep(8.0)  # as a rank that evaluates
 
 run.assert_ranks_equal()
 flat = state_dict.flatten({"model": model, "optimizer": optimizer, "scheduler": scheduler})
