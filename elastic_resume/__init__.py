@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from elastic_resume.state.open_checkpoint import load as load
     from elastic_resume.training.resume import resume as resume
     from elastic_resume.training.run import Run as Run
-    from elastic_resume.training.sharding import shard_mesh as shard_mesh
+    from elastic_resume.training.hsdp import shard_mesh as shard_mesh
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _MODULE_BY_NAME = {
     "load": "elastic_resume.state.open_checkpoint",
     "resume": "elastic_resume.training.resume",
     "seeded": "elastic_resume.data.rng",
-    "shard_mesh": "elastic_resume.training.sharding",
+    "shard_mesh": "elastic_resume.training.hsdp",
 }
 
 __all__ = [

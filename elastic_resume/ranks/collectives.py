@@ -24,6 +24,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from elastic_resume.errors import CorruptError
 from elastic_resume.policy.devices import choose_gpu
 from elastic_resume.ranks.group_connections import GroupConnections
+from elastic_resume.ranks.node_mesh import NodeMesh
 from elastic_resume.state.state_dict import view_bytes
 
 # Most values fit, so that one collective suffices. On busy nodes each costs milliseconds, whatever its size.
@@ -33,7 +34,6 @@ MAX_JSON_BYTES = 256 * 1024 * 1024  # the manifest of a model with a million ten
 # only a peer that hangs.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 DESTROY_TIMEOUT_S = 5.0  # ending idle gloo threads takes a millisecond
-_mesh_by_world: dict[Any, Any] = {}  # default process group -> its `make_node_mesh`
 
 
 class Collectives:
@@ -64,10 +64,17 @@ class Collectives:
         if creates_default and not _has_launcher():
             return cls(0, 1, None)
         connections = connections or GroupConnections()
+        node_mesh = NodeMesh.current
+        if node_mesh is not None and node_mesh.world is dist.group.WORLD:
+            connections.add(node_mesh.connections)
+            creates_default = node_mesh.owns_world
+            atexit.unregister(_destroy_default_group)
         try:
             with connections.record():
-                if creates_default:
+                if not dist.is_initialized():
                     _create_default_group(model_gpus)
+                    if node_mesh is not None:
+                        node_mesh.rejoin()
                 group = dist.new_group(
                     backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="elastic_resume"
                 )
@@ -77,6 +84,8 @@ class Collectives:
         collectives = cls(dist.get_rank(), dist.get_world_size(), group)
         collectives.connections = connections
         connections.groups += [default, group] if (default := dist.group.WORLD) is not None else [group]
+        if node_mesh is not None and node_mesh.world is default:
+            connections.groups.append(node_mesh.group)
         collectives.created_default_group = creates_default
         atexit.register(collectives._destroy_groups)
         return collectives
@@ -211,28 +220,25 @@ def make_node_mesh() -> Any:
     """Return a `DeviceMesh` of this node's ranks, of one dimension, "shard".
 
     The ranks are those that torchrun has started on this node (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE). Without a
-    launcher it is this process. A default process group is created if there is none: `Collectives.join` then
-    finds it, and leaves its end to this module.
+    launcher it is this process. A default process group is created if there is none, which
+    `Collectives.join` takes over. Each call in one world returns the same mesh.
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
 
-    if not dist.is_initialized():
-        if _has_launcher():
-            _create_default_group([])
-        else:
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        atexit.register(_destroy_process_groups, [], True)
-    if (world := dist.group.WORLD) in _mesh_by_world:
-        return _mesh_by_world[world]
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", "0"))
-    group = dist.new_group(list(range(first, first + count)), use_local_synchronization=True)
-    device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
-    mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))
-    _mesh_by_world.clear()
-    _mesh_by_world[world] = mesh
-    return mesh
+    current = NodeMesh.current
+    if current is not None and current.world is dist.group.WORLD:
+        return current.mesh
+    connections = GroupConnections()
+    creates_default = not dist.is_initialized()
+    if creates_default:
+        atexit.register(_destroy_default_group)
+        with connections.record():
+            if _has_launcher():
+                _create_default_group([])
+            else:
+                dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    NodeMesh.current = NodeMesh(connections, owns_world=creates_default)
+    return NodeMesh.current.mesh
 
 
 def _frame(data: bytes, size: int) -> Tensor:
@@ -265,6 +271,10 @@ def _reset_group_names() -> None:
     world = getattr(dist.distributed_c10d, "_world", None)
     if world is not None and not dist.is_initialized():
         world.group_count = 0
+
+
+def _destroy_default_group() -> None:
+    _destroy_process_groups([], destroy_default=True)
 
 
 def _destroy_process_groups(groups: list[dist.ProcessGroup], destroy_default: bool) -> None:

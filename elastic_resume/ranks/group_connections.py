@@ -42,6 +42,11 @@ class GroupConnections:
         if self._is_cut:  # after the last look of `cut`
             self.cut()
 
+    def add(self, others: GroupConnections) -> None:
+        """Take over the sockets of ``others``, which were recorded in the same generation."""
+        self.is_used = True
+        self._sockets |= others._sockets  # noqa: SLF001 - of the same class
+
     def cut(self) -> None:
         """Make all collectives of this generation fail, those of other threads too."""
         self._is_cut = True

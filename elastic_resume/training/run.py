@@ -38,7 +38,7 @@ from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
-from elastic_resume.training import announce, sharding, worker_exit
+from elastic_resume.training import announce, hsdp, worker_exit
 from elastic_resume.training.heartbeat import count_collectives
 from elastic_resume.training.own_time import OwnTime
 from elastic_resume.training.rank0_buffers import Rank0Buffers
@@ -108,7 +108,9 @@ class Run:
         self._hooks: list[Callable[[], None]] = []  # of the script, for each generation
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
+        self._models = [item for item in arguments.objects.values() if isinstance(item, nn.Module)]
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._is_replicated = False  # in this generation
         self._wrappers_checked = True  # in this generation
         if standby and link is not None:
             self._make_call(link).run(self._enter_generation)
@@ -240,7 +242,8 @@ class Run:
 
         """
         is_saved = self._snapshot_scheduler.needs_all_local_ranks
-        sharding.replicate(model, self._context, is_saved_in_shards=is_saved)
+        hsdp.replicate(model, self._context, is_saved_in_shards=is_saved)
+        self._is_replicated = True
         return model
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -583,6 +586,8 @@ class Run:
         base_hook = worker_exit.remove_hook()
         gpus = state_dict.find_gpus(self._arguments.objects)
         self._collectives = Collectives.join(gpus, self._connections)
+        if may_be_changed:
+            hsdp.reconnect(self._models)
         context = open_context(self._collectives, self._arguments, base_hook)
         parts = restore_parts(context, self._arguments, self._tensor_pool)
         self._tensor_pool = None
@@ -617,6 +622,11 @@ class Run:
         for wrapper in list(self._wrappers):
             release_wrapper(wrapper)
         self._wrappers.clear()
+        self._is_replicated = False
+        try:
+            hsdp.reset(self._models)
+        except RuntimeError as error:
+            obstacle = f"a collective of its sharded model does not end ({error})"
         if self._collectives is not None:
             self._collectives.leave()
         return obstacle
@@ -645,11 +655,7 @@ class Run:
             raise UsageError("run.restartable: call the function in the main thread.")
         if self._link is None or self._collectives is None:
             return
-        if self._snapshot_scheduler.needs_all_local_ranks:
-            raise UsageError(
-                "run.restartable: the model is sharded, and its process groups end with their world. Train "
-                "without run.restartable: then the processes are restarted."
-            )
+        hsdp.check_survives(self._models)
         if not self._collectives.created_default_group and dist.is_initialized():
             raise UsageError(
                 "run.restartable: the script has called init_process_group(), so er.resume() cannot do it "
@@ -669,10 +675,10 @@ class Run:
         check_groups(self._connections)
         for wrapper in self._wrappers:
             check_wrapper(wrapper)
-        if not self._wrappers and self.world_size > 1:
+        if not (self._wrappers or self._is_replicated) and self.world_size > 1:
             raise UsageError(
-                "run.restartable: no model was given to run.ddp() in the function. A DistributedDataParallel "
-                "that the script makes itself would keep the ranks of its world."
+                "run.restartable: no model was given to run.ddp() or run.replicate() in the function. A "
+                "DistributedDataParallel that the script makes itself would keep the ranks of its world."
             )
 
     # ---- internals -----------------------------------------------------------------------------------

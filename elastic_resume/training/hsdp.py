@@ -3,19 +3,26 @@
 `shard_mesh` is the mesh for ``fully_shard``. `replicate` averages the gradients over the nodes, in FSDP's
 all-reduce hook: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. So the ranks of a
 node hold one replica of the model together, and a node stays the unit of loss and recovery.
+
+FSDP's modules outlive their world: `reset` drops what an interrupted step has left in them, and `reconnect`
+gives them the node's group of the next world. Both use what torch does not document.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_resume import constants
 from elastic_resume.errors import UsageError
 from elastic_resume.ranks import collectives
+from elastic_resume.ranks.node_mesh import NodeMesh
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.state.sharded import is_divided
 
@@ -39,6 +46,55 @@ def shard_mesh() -> Any:
     return collectives.make_node_mesh()
 
 
+def check_survives(models: Iterable[nn.Module]) -> None:
+    """Raise UsageError if an FSDP model cannot outlive its world in this process."""
+    for module in list_fsdp_modules(models):
+        if not hasattr(module, "reset_iter_state"):
+            raise UsageError(
+                f"run.restartable: a sharded model needs torch 2.13 or newer, and this is {torch.__version__}. "
+                "Train without run.restartable: then the processes are restarted."
+            )
+        node_mesh = NodeMesh.current
+        if node_mesh is None or any(info.mesh is not node_mesh.mesh for info in _list_mesh_infos(module)):
+            raise UsageError(
+                "run.restartable: the model is sharded over a mesh of the script, whose groups end with their "
+                "world. Shard it with fully_shard(..., mesh=er.shard_mesh()), or train without "
+                "run.restartable: then the processes are restarted."
+            )
+
+
+def reset(models: Iterable[nn.Module]) -> None:
+    """Drop what an interrupted step has left: gathered parameters, unfinished reductions, marks of progress.
+
+    Raises:
+        RuntimeError: a collective of the step still waits.
+
+    """
+    for module in list_fsdp_modules(models):
+        if module._get_fsdp_state()._is_root is not False:  # noqa: SLF001 - not public
+            module.reset_iter_state()
+
+
+def reconnect(models: Iterable[nn.Module]) -> None:
+    """Let FSDP models communicate in the node's group of this world."""
+    for module in list_fsdp_modules(models):
+        for info in _list_mesh_infos(module):
+            info.shard_process_group = info.mesh.get_group()
+
+
+def list_fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
+    """Return the modules in ``models`` that were given to fully_shard()."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes a second
+    return [m for model in models for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
+
+
+def _list_mesh_infos(module: Any) -> list[Any]:
+    """Return where an FSDP module keeps its mesh and group; not public."""
+    groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
+    infos = [info for group in groups for info in (group.mesh_info, group.post_forward_mesh_info)]
+    return [info for info in infos if info is not None]
+
+
 def replicate(model: nn.Module, context: RankContext, *, is_saved_in_shards: bool) -> None:
     """Average the gradients of an FSDP model over the nodes, after FSDP's reduce-scatter within the node.
 
@@ -49,9 +105,7 @@ def replicate(model: nn.Module, context: RankContext, *, is_saved_in_shards: boo
             already.
 
     """
-    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - takes a second
-
-    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    fsdp_modules = list_fsdp_modules([model])
     if not fsdp_modules:
         raise UsageError(
             "run.replicate: no part of the model was given to fully_shard(). Call fully_shard(model, "
@@ -77,13 +131,14 @@ def replicate(model: nn.Module, context: RankContext, *, is_saved_in_shards: boo
             )
     # One rank of each node: those that hold the same shards.
     ranks = [rank for rank, local in enumerate(context.local_rank_by_rank) if local == context.local_rank]
-    if len(ranks) == 1:
-        return
-    group = context.collectives.new_group(ranks, use_local_synchronization=True)
+    group: Any = None
+    if len(ranks) > 1:
+        group = context.collectives.new_group(ranks, use_local_synchronization=True)
 
     def average(gradients: Tensor) -> None:
-        dist.all_reduce(gradients, group=group)
-        gradients.div_(len(ranks))
+        if group is not None:
+            dist.all_reduce(gradients, group=group)
+            gradients.div_(len(ranks))
 
     for module in fsdp_modules:
         module.set_all_reduce_hook(average)
