@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
     from elastic_resume.state.open_checkpoint import load as load
+    from elastic_resume.training.hsdp import shard_mesh as shard_mesh
     from elastic_resume.training.resume import resume as resume
     from elastic_resume.training.run import Run as Run
-    from elastic_resume.training.hsdp import shard_mesh as shard_mesh
 
 __version__ = "0.1.0"
 

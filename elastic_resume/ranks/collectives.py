@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from elastic_resume import constants
 from elastic_resume.errors import CorruptError
 from elastic_resume.policy.devices import choose_gpu
 from elastic_resume.ranks.group_connections import GroupConnections
@@ -65,7 +66,7 @@ class Collectives:
             return cls(0, 1, None)
         connections = connections or GroupConnections()
         node_mesh = NodeMesh.current
-        if node_mesh is not None and node_mesh.world is dist.group.WORLD:
+        if node_mesh is not None and node_mesh.is_in_world():
             connections.add(node_mesh.connections)
             creates_default = node_mesh.owns_world
             atexit.unregister(_destroy_default_group)
@@ -84,7 +85,7 @@ class Collectives:
         collectives = cls(dist.get_rank(), dist.get_world_size(), group)
         collectives.connections = connections
         connections.groups += [default, group] if (default := dist.group.WORLD) is not None else [group]
-        if node_mesh is not None and node_mesh.world is default:
+        if node_mesh is not None and node_mesh.is_in_world():
             connections.groups.append(node_mesh.group)
         collectives.created_default_group = creates_default
         atexit.register(collectives._destroy_groups)
@@ -221,15 +222,17 @@ def make_node_mesh() -> Any:
 
     The ranks are those that torchrun has started on this node (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE). Without a
     launcher it is this process. A default process group is created if there is none, which
-    `Collectives.join` takes over. Each call in one world returns the same mesh.
+    `Collectives.join` takes over; in a standby only `Collectives.join` creates it. Each call in one world
+    returns the same mesh.
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     current = NodeMesh.current
-    if current is not None and current.world is dist.group.WORLD:
+    is_standby = constants.ENV_STANDBY in os.environ and not dist.is_initialized()
+    if current is not None and (is_standby or current.is_in_world()):
         return current.mesh
     connections = GroupConnections()
-    creates_default = not dist.is_initialized()
+    creates_default = not (is_standby or dist.is_initialized())
     if creates_default:
         atexit.register(_destroy_default_group)
         with connections.record():

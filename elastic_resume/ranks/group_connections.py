@@ -45,7 +45,7 @@ class GroupConnections:
     def add(self, others: GroupConnections) -> None:
         """Take over the sockets of ``others``, which were recorded in the same generation."""
         self.is_used = True
-        self._sockets |= others._sockets  # noqa: SLF001 - of the same class
+        self._sockets |= others._sockets
 
     def cut(self) -> None:
         """Make all collectives of this generation fail, those of other threads too."""

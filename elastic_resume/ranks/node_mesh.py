@@ -1,8 +1,8 @@
 """Hold the `DeviceMesh` of a node's ranks, over which FSDP shards a model.
 
-FSDP and its DTensors keep the mesh for the life of a process. Process groups end with their world. So a
-process that stays gets a new group for its node in each world, and `NodeMesh.rejoin` lets the mesh lead to
-it: torch looks a mesh's group up by its name.
+FSDP and its DTensors keep the mesh for the life of a process, and process groups end with their world. So a
+process that stays, or starts before its node joins, gets the node's group in each world anew.
+`NodeMesh.rejoin` lets the mesh lead to it, by attributes of a mesh that are not public.
 """
 
 from __future__ import annotations
@@ -16,45 +16,61 @@ from torch.distributed import distributed_c10d
 
 from elastic_resume.ranks.group_connections import GroupConnections
 
+PLACEHOLDER = "elastic_resume.node"
+
 
 class NodeMesh:
-    """This process's mesh, of one dimension, "shard", and the group behind it."""
+    """A mesh of one dimension, "shard", and the process group of the node's ranks behind it."""
 
     current: NodeMesh | None = None
+    """This process's newest."""
 
     def __init__(self, connections: GroupConnections, *, owns_world: bool) -> None:
-        """Make a group of this node's ranks in the default process group, and a mesh of it.
+        """Make the group in the default process group, and the mesh.
 
-        ``connections`` are those of the default group. ``owns_world``: it was made for this mesh.
+        ``connections`` are those of the default process group. ``owns_world``: that was made for this mesh.
+        Without a default process group FSDP can build shards, and each collective raises a RuntimeError.
         """
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
 
-        self.world = dist.group.WORLD
         self.connections = connections
         self.owns_world = owns_world
-        with connections.record():
-            self.group = _new_node_group()
+        self.world = dist.group.WORLD
         device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
-        self.mesh: Any = DeviceMesh.from_group(self.group, device, mesh_dim_names=("shard",))
+        if self.world is not None:
+            with connections.record():
+                self.group = _new_node_group()
+            self.mesh: Any = DeviceMesh.from_group(self.group, device, mesh_dim_names=("shard",))
+            return
+        local_rank, count = _read_place()
+        self.group = dist.ProcessGroup(local_rank, count)  # without a backend; nor is what follows public
+        self.group._set_group_name(PLACEHOLDER)
+        distributed_c10d._register_process_group(PLACEHOLDER, self.group)
+        self.mesh = DeviceMesh(
+            device, range(count), mesh_dim_names=("shard",), _init_backend=False, _rank=local_rank
+        )
+        self.mesh._dim_group_names = [PLACEHOLDER]
+
+    def is_in_world(self) -> bool:
+        """Return whether the group belongs to the present default process group."""
+        return self.world is not None and self.world is dist.group.WORLD
 
     def rejoin(self) -> None:
-        """Make the group again, in a new default process group, and let the mesh lead to it.
-
-        The global ranks in the mesh's text stay those of the first world; torch communicates by the group.
-        """
+        """Make the group in the present default process group. The mesh's text keeps its old ranks."""
         self.world = dist.group.WORLD
         self.group = _new_node_group()
-        (name,) = self.mesh._dim_group_names  # noqa: SLF001 - not public
-        if name != self.group.group_name:
-            distributed_c10d._register_process_group(name, self.group)  # noqa: SLF001 - not public
-        self.mesh._pg_registry[name] = self.group  # noqa: SLF001 - not public
+        self.mesh._dim_group_names = [self.group.group_name]
+        self.mesh._pg_registry = {self.group.group_name: self.group}
 
 
 def _new_node_group() -> dist.ProcessGroup:
-    """Make a group of the ranks that torchrun has started on this node (LOCAL_RANK, LOCAL_WORLD_SIZE)."""
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", "0"))
-    group: dist.ProcessGroup = dist.new_group(
-        list(range(first, first + count)), use_local_synchronization=True
-    )
+    local_rank, count = _read_place()
+    first = dist.get_rank() - local_rank
+    ranks = list(range(first, first + count))
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return group
+
+
+def _read_place() -> tuple[int, int]:
+    """Return the local rank and the number of ranks that a launcher has started on this node."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -10,7 +10,6 @@ gives them the node's group of the next world. Both use what torch does not docu
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastic_resume import constants
 from elastic_resume.errors import UsageError
 from elastic_resume.ranks import collectives
 from elastic_resume.ranks.node_mesh import NodeMesh
@@ -34,15 +32,9 @@ def shard_mesh() -> Any:
     torchrun's environment says, unless the script has done so. Call `Run.replicate` after `er.resume`, to
     average the gradients over the nodes.
 
-    Raises:
-        UsageError: the process is a standby, whose node has no ranks yet.
-
+    A worker that starts before its node joins has no process group yet: until `er.resume` it can build
+    shards, and a collective raises an error.
     """
-    if constants.ENV_STANDBY in os.environ:
-        raise UsageError(
-            "er.shard_mesh(): this node has no ranks yet, because it prepares to join. A sharded model needs "
-            "them at once."
-        )
     return collectives.make_node_mesh()
 
 
@@ -76,10 +68,12 @@ def reset(models: Iterable[nn.Module]) -> None:
 
 
 def reconnect(models: Iterable[nn.Module]) -> None:
-    """Let FSDP models communicate in the node's group of this world."""
+    """Let FSDP models communicate in the node's group of this world, if they were sharded over its mesh."""
+    node_mesh = NodeMesh.current
     for module in list_fsdp_modules(models):
         for info in _list_mesh_infos(module):
-            info.shard_process_group = info.mesh.get_group()
+            if node_mesh is not None and info.mesh is node_mesh.mesh:
+                info.shard_process_group = node_mesh.group
 
 
 def list_fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:

@@ -586,8 +586,7 @@ class Run:
         base_hook = worker_exit.remove_hook()
         gpus = state_dict.find_gpus(self._arguments.objects)
         self._collectives = Collectives.join(gpus, self._connections)
-        if may_be_changed:
-            hsdp.reconnect(self._models)
+        hsdp.reconnect(self._models)
         context = open_context(self._collectives, self._arguments, base_hook)
         parts = restore_parts(context, self._arguments, self._tensor_pool)
         self._tensor_pool = None
