@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from elastic_resume.ranks.group_connections import GroupConnections
 
-PLACEHOLDER = "elastic_resume.node"
+PLACEHOLDER: Any = "elastic_resume.node"
 
 
 class NodeMesh:
@@ -43,9 +43,10 @@ class NodeMesh:
             self.mesh: Any = DeviceMesh.from_group(self.group, device, mesh_dim_names=("shard",))
             return
         local_rank, count = _read_place()
-        self.group = dist.ProcessGroup(local_rank, count)  # without a backend; nor is what follows public
+        c10d: Any = distributed_c10d
+        self.group = c10d.ProcessGroup(local_rank, count)  # without a backend; this is not public either
         self.group._set_group_name(PLACEHOLDER)
-        distributed_c10d._register_process_group(PLACEHOLDER, self.group)
+        c10d._register_process_group(PLACEHOLDER, self.group)
         self.mesh = DeviceMesh(
             device, range(count), mesh_dim_names=("shard",), _init_backend=False, _rank=local_rank
         )

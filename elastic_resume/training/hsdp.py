@@ -43,28 +43,37 @@ def check_survives(models: Iterable[nn.Module]) -> None:
     for module in list_fsdp_modules(models):
         if not hasattr(module, "reset_iter_state"):
             raise UsageError(
-                f"run.restartable: a sharded model needs torch 2.13 or newer, and this is {torch.__version__}. "
-                "Train without run.restartable: then the processes are restarted."
+                "run.restartable: a sharded model needs torch 2.13 or newer, and this is "
+                f"{torch.__version__}. Train without run.restartable: then the processes are restarted."
             )
         node_mesh = NodeMesh.current
         if node_mesh is None or any(info.mesh is not node_mesh.mesh for info in _list_mesh_infos(module)):
             raise UsageError(
-                "run.restartable: the model is sharded over a mesh of the script, whose groups end with their "
-                "world. Shard it with fully_shard(..., mesh=er.shard_mesh()), or train without "
+                "run.restartable: the model is sharded over a mesh of the script, whose groups end with "
+                "their world. Shard it with fully_shard(..., mesh=er.shard_mesh()), or train without "
                 "run.restartable: then the processes are restarted."
             )
 
 
-def reset(models: Iterable[nn.Module]) -> None:
-    """Drop what an interrupted step has left: gathered parameters, unfinished reductions, marks of progress.
+def reset(models: Iterable[nn.Module]) -> str:
+    """Drop what an interrupted step has left: gathered parameters, unfinished reductions, gradients.
 
-    Raises:
-        RuntimeError: a collective of the step still waits.
-
+    Return why the models cannot be used again, or "".
     """
     for module in list_fsdp_modules(models):
-        if module._get_fsdp_state()._is_root is not False:  # noqa: SLF001 - not public
-            module.reset_iter_state()
+        state = module._get_fsdp_state()
+        if state._is_root is not False:
+            try:
+                module.reset_iter_state()
+            except RuntimeError as error:
+                return f"an unfinished step of its sharded model cannot be undone ({error})"
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:  # torch before 2.15 adds the next gradients to these
+                if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+                    gathered.grad = None
+                if parameter.unsharded_accumulated_grad is not None:
+                    parameter.unsharded_accumulated_grad = None
+    return ""
 
 
 def reconnect(models: Iterable[nn.Module]) -> None:
@@ -84,7 +93,7 @@ def list_fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
 
 def _list_mesh_infos(module: Any) -> list[Any]:
     """Return where an FSDP module keeps its mesh and group; not public."""
-    groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
+    groups = module._get_fsdp_state()._fsdp_param_groups
     infos = [info for group in groups for info in (group.mesh_info, group.post_forward_mesh_info)]
     return [info for info in infos if info is not None]
 

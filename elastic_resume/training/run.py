@@ -622,10 +622,7 @@ class Run:
             release_wrapper(wrapper)
         self._wrappers.clear()
         self._is_replicated = False
-        try:
-            hsdp.reset(self._models)
-        except RuntimeError as error:
-            obstacle = f"a collective of its sharded model does not end ({error})"
+        obstacle = hsdp.reset(self._models) or obstacle
         if self._collectives is not None:
             self._collectives.leave()
         return obstacle
@@ -660,10 +657,10 @@ class Run:
                 "run.restartable: the script has called init_process_group(), so er.resume() cannot do it "
                 "again for the next world. Leave that call out."
             )
-        for wrapper in self._wrappers:
+        if self._wrappers or self._is_replicated:
             raise UsageError(
-                f"run.restartable: the model was wrapped in {type(wrapper).__name__} before the function was "
-                "called: write `ddp = run.ddp(model)` in it."
+                "run.restartable: the model was wrapped in DistributedDataParallel, or given to "
+                "run.replicate(), before the function was called: do it in the function."
             )
 
     def _check_wrappers(self) -> None:

@@ -28,12 +28,12 @@ FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 STEPS = 20
 
 
-def train(directory: Path, nodes: int, min_nodes: int, plan: list[tuple[int, int, str]]) -> Path:
+def train(directory: Path, nodes: int, min_nodes: int, plan: list[tuple[int, int, str]], *words: str) -> Path:
     """Train on nodes of two ranks; start a node again that was killed, if it is required."""
     log = directory / "log"
     log.mkdir(parents=True)
     with Cluster(directory, nodes=nodes, min_nodes=min_nodes, workers_per_node=2, flags=FLAGS) as cluster:
-        cluster.start(SCRIPT, "--losses", str(log), "--plan", json.dumps(plan))
+        cluster.start(SCRIPT, "--losses", str(log), "--plan", json.dumps(plan), *words)
         for step, rank, who in plan:
             if who == "node" and nodes == min_nodes:
                 cluster.wait((log / f"done-{step}").exists, "the kill of a node")
@@ -66,9 +66,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("undisturbed"), 3, 3, [])
 
 
-def test_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    """A worker dies, then a node, which comes back empty: every rank computes what it would have."""
-    log = train(tmp_path, 3, 3, [(4, 3, "worker"), (9, 5, "node")])
+@pytest.mark.parametrize(("words", "processes"), [([], 6 * 4), (["--restartable"], 6 + 1 + 2 + 2)])
+def test_kills_change_nothing(undisturbed: Path, tmp_path: Path, words: list[str], processes: int) -> None:
+    """A worker dies, then a node and the rendezvous' host, which come back empty.
+
+    Every rank computes what it would have. In a restartable function the others keep processes and shards.
+    """
+    log = train(tmp_path, 3, 3, [(4, 3, "worker"), (9, 5, "node"), (14, 0, "node")], *words)
+    lines = [line for path in log.glob("rank*.jsonl") for line in path.read_text().splitlines()]
+    assert len({json.loads(line)["pid"] for line in lines}) == processes
     whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
     assert len(whole) == STEPS
     for step, found in read_losses(log).items():

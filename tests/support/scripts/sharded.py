@@ -29,6 +29,7 @@ parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--late", action="store_true", help="rank 1 is late at the end")
 parser.add_argument("--await-commit", type=int, help="after this step wait for a checkpoint")
 parser.add_argument("--ddp", action="store_true", help="every rank holds the whole model")
+parser.add_argument("--restartable", action="store_true", help="survivors keep their process")
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -45,7 +46,6 @@ loader: Any = torch.utils.data.DataLoader(
     torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_sampler=batches
 )
 run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
-wrapped = run.ddp(model) if args.ddp else run.replicate(model)
 
 
 def has_recorded(rank: int, step: int) -> bool:
@@ -67,28 +67,33 @@ def kill_as_planned(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-for _ in run.epochs(args.epochs):
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = (wrapped(x) - y).square().mean() * run.loss_weight
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        run.step()
-        step = run.position.step
-        with (args.losses / f"rank{run.rank}.jsonl").open("a") as file:
+def train() -> None:
+    """Train to the end."""
+    wrapped = run.ddp(model) if args.ddp else run.replicate(model)
+    for _ in run.epochs(args.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = (wrapped(x) - y).square().mean() * run.loss_weight
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            run.step()
+            step = run.position.step
             entry = {"step": step, "generation": run.generation, "world": run.world_size, "loss": loss.item()}
-            file.write(json.dumps(entry) + "\n")
-        kill_as_planned(step)
-        while step == args.await_commit and not list(
-            Path(os.environ[constants.ENV_CKPT_DIR]).glob("*/*/g*-s*")
-        ):
-            time.sleep(0.01)
-    if args.late and run.rank == 1:
-        time.sleep(8.0)  # as a rank that evaluates
+            with (args.losses / f"rank{run.rank}.jsonl").open("a") as file:
+                file.write(json.dumps({**entry, "pid": os.getpid()}) + "\n")
+            kill_as_planned(step)
+            while step == args.await_commit and not list(
+                Path(os.environ[constants.ENV_CKPT_DIR]).glob("*/*/g*-s*")
+            ):
+                time.sleep(0.01)
+        if args.late and run.rank == 1:
+            time.sleep(8.0)  # as a rank that evaluates
+    run.assert_ranks_equal()
 
-run.assert_ranks_equal()
+
+(run.restartable(train) if args.restartable else train)()
 flat = state_dict.flatten({"model": model, "optimizer": optimizer, "scheduler": scheduler})
 end = {
     "digests": state_dict.digest_leaves(flat.leaves),
