@@ -62,10 +62,10 @@ def reset(models: Iterable[nn.Module]) -> str:
     """
     for module in list_fsdp_modules(models):
         state = module._get_fsdp_state()
-        if state._is_root is not False:
+        if state._is_root:  # None before its first forward pass
             try:
                 module.reset_iter_state()
-            except RuntimeError as error:
+            except (RuntimeError, AttributeError) as error:  # the second: in its first forward pass
                 return f"an unfinished step of its sharded model cannot be undone ({error})"
         for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:  # torch before 2.15 adds the next gradients to these

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 import elastic_resume as er
 from elastic_resume.testing import Cluster
@@ -181,11 +182,18 @@ def test_a_resume_divides_anew(undisturbed: Path, tmp_path: Path) -> None:
 
 
 def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Two nodes of two ranks: optimizers, precisions, placements and meshes of `sharded_kinds.py`."""
-    env = [
-        {"LOCAL_RANK": str(r % 2), "LOCAL_WORLD_SIZE": "2", "ELASTIC_RESUME_NODE_NAME": f"n{r // 2}"}
-        for r in range(4)
-    ]
+    """Two nodes of two ranks: optimizers, precisions, placements and meshes of `sharded_kinds.py`.
+
+    A kind that can stay in its process sees two worlds end, at another moment of a step on each rank.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "MASTER_PORT": str(store.port),
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    env = [{**shared, "LOCAL_RANK": str(r % 2), "ELASTIC_RESUME_NODE_NAME": f"n{r // 2}"} for r in range(4)]
     results = []
     for done in launch_ranks.run_ranks(4, SCRIPTS / "sharded_kinds.py", str(tmp_path), env=env):
         assert done.returncode == 0, done.stderr
@@ -197,6 +205,7 @@ def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None
             assert result["began"] == 3, f"{kind}: not resumed in its middle"
             assert not result["differ"], f"{kind}, rank {rank}: {result['differ']}"
             assert result["losses"], f"{kind}, rank {rank}: another loss"
+            assert result["worlds"] == (0 if "mesh" in kind else 2), f"{kind}, rank {rank}"
             if kind in {"AdamW", "fused", "compiled"}:
                 assert result["overlaps"], f"{kind}, rank {rank}: copied while training waits"
             assert result["loaded"] is (True if rank % 2 == 0 else None), f"{kind}, rank {rank}"

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,15 +22,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_resume as er
-from elastic_resume import constants, failpoints
+from elastic_resume import failpoints
 from elastic_resume.state import state_dict
+from tests.support.own_supervisor import Supervisor, count_world, use_own_store_per_world
 
 SAVED, END = 3, 6
 WIDTH = 48
@@ -40,39 +38,6 @@ MOMENTS = (
     "forward", "first gradient", "last gradient", "stepped", "torn", "averaged", "evaluation", "step",
     "start", "saving",
 )  # fmt: skip
-
-
-class Supervisor:
-    """Ends this rank's world, and begins the next one when the rank has parked."""
-
-    def __init__(self) -> None:
-        self._end, workers_end = socket.socketpair()
-        os.environ[constants.ENV_SUPERVISOR_FD] = str(workers_end.detach())
-        self._is_over = False
-        self.worlds = 0
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def end_world(self) -> None:
-        """Request parking, once in each world."""
-        if not self._is_over:
-            self._is_over = True
-            self._end.sendall(b"park\n")
-
-    def _serve(self) -> None:
-        for line in self._end.makefile("rb"):
-            if line.startswith(b"waiting "):
-                self.end_world()
-            elif line == b"parked\n":
-                self.worlds += 1
-                count_world()
-                text = json.dumps(dict(os.environ)).encode()
-                self._is_over = False
-                self._end.sendall(b"resume %d\n%b" % (len(text), text))
-
-
-def count_world() -> None:
-    """Let the next process group use other keys of the store, as a new store has."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
 
 
 class Net(nn.Module):
@@ -471,11 +436,7 @@ class Script:
 def main(directory: Path, half: int) -> None:
     """Train every second kind whole and in parts."""
     torch.set_num_threads(1)
-    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # a function hides the module
-    create = rendezvous._create_c10d_store
-    rendezvous._create_c10d_store = lambda *args: PrefixStore(
-        os.environ["TORCHELASTIC_RESTART_COUNT"], create(*args)
-    )
+    use_own_store_per_world()
     supervisor = Supervisor()
     results: dict[str, Any] = {}
     for number, name in enumerate(KINDS):

@@ -1,8 +1,9 @@
 """Trains every kind of sharded model: uninterrupted, and resumed from the middle.
 
 The ranks are two nodes of two. Each rank trains each kind for six steps and saves at the third. It then
-builds everything again from other seeds, resumes, and trains the other three. It prints what differs at the
-end, for tests/integration/test_sharded.py.
+builds everything again from other seeds, resumes, and trains the other three. Kinds that can stay do so in a
+restartable function, whose world ends twice: each rank is then at another moment of a step. The script is
+its own supervisor. It prints what differs at the end, for tests/integration/test_sharded.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,10 +26,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import elastic_resume as er
+from elastic_resume import failpoints
 from elastic_resume.state import open_checkpoint, state_dict
+from tests.support.own_supervisor import Supervisor, count_world, use_own_store_per_world
 
 SAVED, END = 3, 6
 WIDTH = 24
+MOMENTS = (
+    "forward", "between blocks", "last gradient", "first gradient", "clipped", "stepped", "torn", "step",
+    "start",
+)  # fmt: skip
 
 
 class Net(nn.Module):
@@ -43,13 +51,19 @@ class Net(nn.Module):
         )
         self.head = nn.Linear(WIDTH, 1)
         self.register_buffer("calls", torch.zeros(()))
+        self.reach: Callable[[str], None] = lambda _: None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute one number for each sample."""
         if self.training:
             self.calls.add_(1.0)
         for block in self.blocks:
+            if block is self.blocks[1]:
+                self.reach("between blocks")
             x = torch.tanh(block(x))
+            if x.requires_grad:
+                gradient = "first gradient" if block is self.blocks[1] else "last gradient"
+                x.register_hook(lambda _, moment=gradient: self.reach(moment))
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -98,6 +112,11 @@ class Kind:
     mesh: Callable[[], Any] = er.shard_mesh
     prepare: Callable[[Any], Any] = lambda model: model  # before er.resume
     micro_batch: int | None = None
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether FSDP's groups are ours to make anew."""
+        return self.mesh is er.shard_mesh
 
 
 def make_wide_mesh() -> Any:
@@ -152,8 +171,13 @@ KINDS = {
 class Script:
     """One kind's objects, built as a script would, its run, and its training."""
 
-    def __init__(self, name: str, directory: Path, seed: int) -> None:
-        kind = KINDS[name]
+    def __init__(
+        self, name: str, directory: Path, seed: int, supervisor: Supervisor | None = None, number: int = 0
+    ) -> None:
+        """With a ``supervisor`` the function is restartable; ``number`` chooses where its worlds end."""
+        count_world()
+        kind = self.kind = KINDS[name]
+        self.supervisor, self.number = supervisor, number
         torch.manual_seed(seed)
         self.model = kind.net()
         mesh = kind.mesh()
@@ -171,13 +195,45 @@ class Script:
             model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, data=batches, seed=1,
             ckpt_dir=directory, run_id=name.replace(" ", "-"), save_every=10**6, snapshot_every=1,
         )  # fmt: skip
-        if mesh.ndim == 1:
-            self.run.replicate(self.model)
-        self.began = self.run.position.step
-        self.losses: list[float] = []
+        self.began = self.entered = self.run.position.step
+        self.losses: dict[int, float] = {}
+        if supervisor is not None:
+            self.model.reach = self.reach
+            failpoints.hit = lambda name, *_: self.reach(name)
+            self.run.on_resume(lambda _: self.reach("start"))
+
+    def reach(self, moment: str) -> None:
+        """End the world if that is planned here: in the second step of one, in the first of the next."""
+        if self.supervisor is None or self.supervisor.worlds > 1:
+            return
+        world = self.supervisor.worlds
+        planned = MOMENTS[(self.number + 2 * self.run.rank + world) % len(MOMENTS)]
+        if moment != planned or (self.run.position.step != self.entered + 1 - world and moment != "start"):
+            return
+        if moment == "torn":
+            self.tear()
+        self.supervisor.end_world()
+        while moment != "step":  # in which an interrupt waits
+            time.sleep(60)
+
+    @torch.no_grad()
+    def tear(self) -> None:
+        """Leave nothing as it was, like an optimizer in the middle of its step."""
+        objects = state_dict.collect_objects({"model": self.model, "optimizer": self.optimizer})
+        for leaf in state_dict.flatten(objects).leaves:
+            leaf.tensor.fill_(1)
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(not parameter.requires_grad)
 
     def train(self, until: int, save_at: int) -> None:
         """Step until step ``until``, in the first epoch."""
+        train = self._train if self.supervisor is None else self.run.restartable(self._train)
+        train(until, save_at)
+
+    def _train(self, until: int, save_at: int) -> None:
+        self.entered = self.run.position.step
+        if self.kind.mesh is er.shard_mesh:
+            self.run.replicate(self.model)
         self.run.begin_epoch()
         batches = self.run.micro_batches(self.loader)
         while self.run.position.step < until:
@@ -185,19 +241,31 @@ class Script:
             total = 0.0
             while True:
                 (x,) = next(batches)
+                self.reach("forward")
                 loss = self.model(x).square().mean() * self.run.loss_weight
                 loss.backward()
                 total += loss.item()
                 if self.run.last_micro_batch:
                     break
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.reach("clipped")
             self.optimizer.step()
+            self.reach("stepped")
+            self.reach("torn")
             self.scheduler.step()
             self.run.step()
-            self.losses.append(total)
+            self.losses[self.run.position.step] = total
             if self.run.position.step == save_at:
                 self.path = self.run.save()
         self.run.assert_ranks_equal()
+
+    def leave(self) -> None:
+        """Leave the process groups; a close() would save the end."""
+        self.run._release()
+        collectives: Any = self.run._collectives
+        collectives.leave()
+        if dist.is_initialized():  # by the mesh of the script
+            dist.destroy_process_group()
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each tensor of this rank, and of the rest."""
@@ -207,8 +275,9 @@ class Script:
         return {**state_dict.digest_leaves(flat.leaves), "": state_dict.combine_digests(flat.structure)}
 
 
-def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
-    """Train one kind whole and in two parts; return the differences."""
+def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> dict[str, Any]:
+    """Train one kind whole and in parts; return the differences."""
+    seed = 100 * number + int(os.environ["RANK"])
     whole = Script(name, directory, seed)
     whole.train(SAVED, SAVED)
     full = {key: value.full_tensor() for key, value in whole.model.state_dict().items() if key != "calls"}
@@ -219,32 +288,38 @@ def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
     whole.train(END, 0)
     plan = whole.run._snapshot_scheduler.snapshotter._plan
     overlaps = plan is not None and not plan.copies_at_once
-    whole.run._release()  # a close() would save the end
-    again = Script(name, directory, seed + 50)
+    first = whole.digests()
+    whole.leave()
+    supervisor.worlds = 0
+    again = Script(name, directory, seed + 50, supervisor if whole.kind.can_stay else None, number)
     again.train(END, 0)
-    again.run._release()
-    first, second = whole.digests(), again.digests()
+    second = again.digests()
+    again.leave()
     return {
         "began": again.began,
         "differ": [key for key in {**first, **second} if first.get(key) != second.get(key)],
-        "losses": whole.losses[-len(again.losses) :] == again.losses,
-        "loss": whole.losses,
+        "losses": all(whole.losses[step] == loss for step, loss in again.losses.items()),
+        "loss": list(whole.losses.values()),
+        "worlds": supervisor.worlds,
         "loaded": is_whole,
         "overlaps": overlaps,
     }
 
 
 def main(directory: Path, names: list[str]) -> None:
-    """Train each kind whole and in two parts."""
+    """Train each kind whole and in parts."""
     torch.set_num_threads(1)
+    use_own_store_per_world()
+    supervisor = Supervisor()
     results: dict[str, Any] = {}
-    for name in names or KINDS:
+    for number, name in enumerate(KINDS):
+        if names and name not in names:
+            continue
         try:
-            results[name] = compare(name, directory, int(os.environ["RANK"]))
+            results[name] = compare(name, directory, number, supervisor)
         except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
             results[name] = {"error": traceback.format_exc()}
     print(json.dumps(results))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
