@@ -33,7 +33,6 @@ from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.slot_memory import encode_snapshot_id
-from elastic_resume.state import load_objects, sharded
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +96,9 @@ class SnapshotScheduler:
         ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
-        # Each local rank holds other shards of the model, so it takes part in every snapshot.
-        self.needs_all_local_ranks = any(
-            sharded.is_divided(tensor) for _, tensor in load_objects.iter_live_tensors(tracked)
-        )
         self.committed_path: Path | None = None  # path of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
+        self.needs_all_local_ranks = self.snapshotter.needs_all_local_ranks
         self.meter = CostMeter(self.snapshotter)
         self._committed_step = self._loaded_step = saved_step  # of the newest commit, requested or done
         self._context = context

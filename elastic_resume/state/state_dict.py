@@ -350,6 +350,16 @@ def flatten_object(collector: TensorCollector, name: str, item: Any) -> Any:
     return json_codec.encode(collector.replace_tensors(item.state_dict(), name, kind), name)
 
 
+def refuse_divided(leaves: Iterable[Leaf]) -> None:
+    """Raise UntrackableError if a tensor is divided over ranks that do not all save it."""
+    for leaf in leaves:
+        if leaf.is_divided:
+            raise UntrackableError(
+                f"{tensor_name(leaf.name)}: it has been sharded after er.resume(), so no rank saves all of "
+                "it. Call fully_shard() before er.resume()."
+            )
+
+
 def digest_leaves(leaves: Iterable[Leaf]) -> dict[str, str]:
     """Return an xxh3-128 digest of each leaf's dtype, shape and bytes."""
     return {leaf.name: _digest_tensor(leaf.tensor) for leaf in leaves}

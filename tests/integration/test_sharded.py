@@ -28,6 +28,10 @@ FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 STEPS = 20
 
 
+# What `sharded_kinds.py` tries in vain, and what it is told.
+REFUSED = {"late": "UntrackableError: model/.*: it has been sharded after er.resume"}
+
+
 def train(directory: Path, nodes: int, min_nodes: int, plan: list[tuple[int, int, str]]) -> Path:
     """Train on nodes of two ranks; start a node again that was killed, if it is required."""
     log = directory / "log"
@@ -175,15 +179,17 @@ def test_a_resume_divides_anew(undisturbed: Path, tmp_path: Path) -> None:
 
 
 def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Two nodes of two ranks: optimizers, precisions, placements and meshes of `sharded_kinds.py`."""
+    """Two nodes of two ranks: what `sharded_kinds.py` trains, and what it is refused."""
     env = [
         {"LOCAL_RANK": str(r % 2), "LOCAL_WORLD_SIZE": "2", "ELASTIC_RESUME_NODE_NAME": f"n{r // 2}"}
         for r in range(4)
     ]
-    results = []
+    results, refused = [], []
     for done in launch_ranks.run_ranks(4, SCRIPTS / "sharded_kinds.py", str(tmp_path), env=env):
         assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout.splitlines()[-1]))
+        told = json.loads(done.stdout.splitlines()[-1])
+        results.append(told["kinds"])
+        refused.append(told["refused"])
     assert len(results[0]) == 15
     for kind in results[0]:
         for rank, result in enumerate(ranks[kind] for ranks in results):
@@ -197,3 +203,7 @@ def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None
     for rank in results:  # FSDP's own averaging over nodes, and accumulation, compute the same
         for kind in ("mesh of two dimensions", "mesh of three dimensions"):
             assert rank[kind]["loss"] == pytest.approx(rank["AdamW"]["loss"], rel=1e-5), kind
+    for rank in refused:
+        assert set(rank) == set(REFUSED)
+        for name, expected in REFUSED.items():
+            assert re.search(expected, rank[name]), f"{name}: {rank[name]}"

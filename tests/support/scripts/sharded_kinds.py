@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import elastic_resume as er
+from elastic_resume.errors import ElasticResumeError
 from elastic_resume.state import open_checkpoint, state_dict
 
 SAVED, END = 3, 6
@@ -234,16 +235,47 @@ def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def shard_late(resume: Callable[[Any], Any]) -> None:
+    """Shard a model that er.resume() has seen whole, and save it."""
+    model = Net()
+    run = resume(model)
+    fully_shard(model, mesh=er.shard_mesh())
+    run.begin_epoch()
+    run.step()
+
+
+REFUSED = {"late": shard_late}
+
+
+def refuse(name: str, directory: Path) -> str:
+    """Return what a refused script is told; "" if it is not refused."""
+    runs = []
+
+    def resume(model: Any) -> Any:
+        runs.append(er.resume(model=model, ckpt_dir=directory, run_id=name, save_every=10**6))
+        return runs[0]
+
+    try:
+        REFUSED[name](resume)
+    except ElasticResumeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        for run in runs:
+            run._release()
+    return ""
+
+
 def main(directory: Path, names: list[str]) -> None:
-    """Train each kind whole and in two parts."""
+    """Train each kind whole and in two parts; then try what is refused."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    for name in names or KINDS:
+    for name in (name for name in KINDS if name in names or not names):
         try:
             results[name] = compare(name, directory, int(os.environ["RANK"]))
         except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
             results[name] = {"error": traceback.format_exc()}
-    print(json.dumps(results))
+    refused = {name: refuse(name, directory) for name in REFUSED if name in names or not names}
+    print(json.dumps({"kinds": results, "refused": refused}))
     dist.destroy_process_group()
 
 
