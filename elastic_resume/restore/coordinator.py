@@ -314,9 +314,9 @@ def _find_unlike_states(
 def _broadcast_first_state(context: RankContext, flat: FlatState, tracked: Mapping[str, Any]) -> None:
     """Give all ranks the values of rank 0, as DDP does for a model when it is built.
 
-    Shards of a model come from the ranks of rank 0's node. Rank 0 alone may have loaded a foreign
-    checkpoint, so its optimizer may have state where the others' have none. Buffers and averages of the model
-    are sent too.
+    Shards of a model come from the ranks of rank 0's node. Rank 0, or its node if the model is sharded, may
+    have loaded a foreign checkpoint, so its optimizer may have state where the others' have none. Buffers and
+    averages of the model are sent too.
 
     Raises:
         MismatchError: the ranks built different objects.
@@ -383,8 +383,15 @@ def _broadcast_leaves(
 def _load_rank_0_state(
     tracked: Mapping[str, Any], structures: Mapping[str, Any], values: Mapping[str, Tensor]
 ) -> None:
+    def get_tensor(name: str) -> Tensor:
+        if name not in values:
+            raise MismatchError(
+                f"No rank of rank 0's node has {name}: where rank 0's optimizer has state, theirs must too."
+            )
+        return values[name].cpu()
+
     try:
-        load_objects.load_into(tracked, structures, lambda name: values[name].cpu())
+        load_objects.load_into(tracked, structures, get_tensor)
     except MismatchError as error:
         raise MismatchError(
             "the ranks built different objects, and this one cannot take rank 0's state. Build the same "

@@ -235,7 +235,19 @@ def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def shard_late(resume: Callable[[Any], Any]) -> None:
+def step_on_rank_0(resume: Callable[..., Any]) -> None:
+    """Give the optimizer of rank 0 alone a state, as if it had loaded a checkpoint."""
+    model: Any = Net()
+    fully_shard(model, mesh=er.shard_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    if dist.get_rank() == 0:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    resume(model, optimizer=optimizer)
+
+
+def shard_late(resume: Callable[..., Any]) -> None:
     """Shard a model that er.resume() has seen whole, and save it."""
     model = Net()
     run = resume(model)
@@ -244,15 +256,16 @@ def shard_late(resume: Callable[[Any], Any]) -> None:
     run.step()
 
 
-REFUSED = {"late": shard_late}
+REFUSED = {"step on rank 0": step_on_rank_0, "late": shard_late}
 
 
 def refuse(name: str, directory: Path) -> str:
     """Return what a refused script is told; "" if it is not refused."""
     runs = []
 
-    def resume(model: Any) -> Any:
-        runs.append(er.resume(model=model, ckpt_dir=directory, run_id=name, save_every=10**6))
+    def resume(model: Any, **more: Any) -> Any:
+        run_id = name.replace(" ", "-")
+        runs.append(er.resume(model=model, ckpt_dir=directory, run_id=run_id, save_every=10**6, **more))
         return runs[0]
 
     try:
