@@ -157,9 +157,9 @@ class SnapshotScheduler:
                 self.snapshotter.start_snapshot(position, is_epoch_over=is_epoch_over)
 
     def _is_snapshot_expected(self, step: int, *, is_epoch_over: bool) -> bool:
-        """Return whether the local leader takes a snapshot with this rank, or has passed the step.
+        """Return whether the local leader may take a snapshot of this step with this rank.
 
-        It takes the second snapshot of an epoch's last step alone, unless it needs all local ranks.
+        See `StepBoundary.is_expected`. The local leader may have ended this step, and announced a later one.
         """
         if is_epoch_over:
             return self.needs_all_local_ranks
@@ -188,13 +188,8 @@ class SnapshotScheduler:
             is_drained=is_drained,
         )
         actions = decide_actions(boundary)
-        # Whether the other local ranks expect a snapshot of this step, so that they wait for its slot.
-        is_expected = self.needs_all_local_ranks and is_epoch_over
-        if not boundary.takes_snapshots and announced != NEVER:
-            self._announce(None)
-            is_expected = True
-        if is_expected and not (actions.takes_snapshot and self.needs_all_local_ranks):
-            # They get no slot: end their waiting.
+        if boundary.is_expected and not actions.takes_snapshot:
+            # The other local ranks get no slot: end their waiting.
             snapshot_id = encode_snapshot_id(self._generation, step, is_epoch_over=is_epoch_over)
             client.control_block.set("decided_id", snapshot_id)
         if actions.writes_directly:
@@ -209,10 +204,13 @@ class SnapshotScheduler:
             if actions.commits:
                 self._committed_step, self._last_commit_at = step, time.monotonic()
                 self._commit_stall_s = self.snapshotter.stall_s
-        if actions.announces_next_step:
+        # Only now: a local rank that ends this step late must find its snapshot announced, or decided.
+        if actions.announces_next_step or (actions.announces and is_epoch_over):
             self._announce(step + 1)
-        elif actions.announces and boundary.takes_snapshots:
-            self._announce(step + 1 if is_epoch_over else self._next_snapshot_step(step))
+        elif actions.announces:
+            self._announce(self._next_snapshot_step(step))
+        elif not boundary.takes_snapshots:
+            self._announce(None)
         if actions.compares and self.snapshotter.has_snapshot(position):
             generation = rank_context.assigned_generation() or self._generation
             client.send("compare", snapshot_id=self.snapshotter.snapshot_id, generation=generation)
@@ -268,10 +266,7 @@ class SnapshotScheduler:
         """Return whether a complete snapshot of this step exists, after taking one if necessary."""
         limit = time.monotonic() + PEER_TIMEOUT_S
         while self._slot_client.slot_count and time.monotonic() < limit:
-            if (
-                self.snapshotter.has_snapshot(position, is_epoch_over=is_epoch_over)
-                and self.snapshotter.wait_until_complete()
-            ):
+            if self.has_kept(position, is_epoch_over=is_epoch_over):
                 return True
             if self.snapshotter.start_snapshot(
                 position, is_epoch_over=is_epoch_over, leader_only=not self.needs_all_local_ranks

@@ -244,6 +244,16 @@ class StepBoundary:
         """Whether snapshots are taken for their own sake, and not for commits only."""
         return self.slot_count > 1 and not self.snapshots_off
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether the other local ranks expect a snapshot now, and wait for its slot.
+
+        They expect the second one of an epoch's last step if it needs them, without an announcement.
+        """
+        if self.is_epoch_over:
+            return self.needs_all_local_ranks
+        return self.announced_step is not None and self.step >= self.announced_step
+
 
 @dataclass(frozen=True)
 class BoundaryActions:
@@ -266,41 +276,26 @@ class BoundaryActions:
 def decide_actions(boundary: StepBoundary) -> BoundaryActions:
     """Decide what to do at a step boundary.
 
-    With fewer than two slots, or with snapshots off, a snapshot serves a commit only. Without any slot the
-    state goes to disk directly. The second snapshot of an epoch's last step is never compared. Where each
-    local rank holds a part of the state, a snapshot is taken only at a step that all of them expect.
+    With fewer than two slots, or with snapshots off, a snapshot serves a commit or a drain only. Without any
+    slot the state goes to disk directly. The second snapshot of an epoch's last step is never compared. A
+    snapshot that needs all local ranks is taken only at a step at which they expect it.
     """
-    commits, announced = boundary.is_commit_due, boundary.announced_step
+    commits, is_expected = boundary.is_commit_due, boundary.is_expected
     if boundary.slot_count == 0:
         return BoundaryActions(writes_directly=commits)
-    if boundary.needs_all_local_ranks:
-        return _decide_for_all_local_ranks(boundary)
-    if not boundary.takes_snapshots:
-        return BoundaryActions(takes_snapshot=commits, commits=commits, leader_only=commits)
-    is_expected = announced is not None and boundary.step >= announced
-    compares = boundary.is_comparison_due and not boundary.is_epoch_over
-    if not (is_expected or announced is None or commits or compares or boundary.is_epoch_over):
+    is_possible = is_expected or not boundary.needs_all_local_ranks
+    is_snapshot_due = compares = False
+    if boundary.takes_snapshots:
+        is_snapshot_due = is_expected or boundary.is_epoch_over or boundary.announced_step is None
+        compares = boundary.is_comparison_due and is_possible and not boundary.is_epoch_over
+    if not (is_snapshot_due or commits or compares or boundary.is_drained):
         return BoundaryActions()
+    if not is_possible:
+        return BoundaryActions(announces_next_step=True)
     return BoundaryActions(
         takes_snapshot=True,
         commits=commits,
         compares=compares,
-        leader_only=boundary.is_epoch_over or not is_expected,
-        announces=True,
+        leader_only=not is_expected,
+        announces=boundary.takes_snapshots,
     )
-
-
-def _decide_for_all_local_ranks(boundary: StepBoundary) -> BoundaryActions:
-    """Decide for a node whose ranks can only take a snapshot together.
-
-    When an epoch is over all local ranks expect one, without an announcement.
-    """
-    announced, commits = boundary.announced_step, boundary.is_commit_due
-    is_expected = announced is not None and boundary.step >= announced
-    if (is_expected or boundary.is_epoch_over) and (
-        boundary.takes_snapshots or commits or boundary.is_drained
-    ):
-        compares = boundary.is_comparison_due and boundary.takes_snapshots and not boundary.is_epoch_over
-        return BoundaryActions(takes_snapshot=True, commits=commits, compares=compares, announces=True)
-    is_wanted = commits or boundary.is_drained or (boundary.takes_snapshots and announced is None)
-    return BoundaryActions(announces_next_step=is_wanted)
