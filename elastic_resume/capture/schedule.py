@@ -96,8 +96,9 @@ class SnapshotScheduler:
         ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
-        self.committed_path: Path | None = None  # path of the last commit that this process waited for
+        self._committed_path: Path | None = None  # of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
+        # Each local rank holds other shards of the state, so it takes part in every snapshot.
         self.needs_all_local_ranks = self.snapshotter.needs_all_local_ranks
         self.meter = CostMeter(self.snapshotter)
         self._committed_step = self._loaded_step = saved_step  # of the newest commit, requested or done
@@ -226,6 +227,7 @@ class SnapshotScheduler:
         None on the other ranks, if the disk refuses, which is logged, and if this generation began with that
         step.
         """
+        self._committed_path = None
         with self.meter.count_stall():
             if self.needs_all_local_ranks:
                 self._context.run_on_all_ranks(lambda: None)  # wait for those that evaluate longer
@@ -236,19 +238,17 @@ class SnapshotScheduler:
                 return None
             if not has_snapshot:
                 self._write_directly(position)
-                return self.committed_path
-            path = self._slot_client.commit(self.snapshotter.snapshot_id).get("path")
-            self.committed_path = Path(path) if path else None
-            if path:
+            elif path := self._slot_client.commit(self.snapshotter.snapshot_id).get("path"):
+                self._committed_path = Path(path)
                 self._committed_step, self._last_commit_at = position.step, time.monotonic()
-            return self.committed_path
+            return self._committed_path
 
     def has_committed(self, position: Position) -> bool:
         """Return whether the newest `commit` committed that step, or this generation began with it.
 
         With `needs_all_local_ranks` all ranks call it, and all nodes must have, since all must try again.
         """
-        has_own = position.step == self._loaded_step or self.committed_path is not None
+        has_own = position.step == self._loaded_step or self._committed_path is not None
         has_own = has_own or not self._context.is_local_leader
         return all(self._context.collectives.gather(has_own)) if self.needs_all_local_ranks else has_own
 
@@ -283,6 +283,7 @@ class SnapshotScheduler:
         return is_newest and self.snapshotter.wait_until_complete()
 
     def _write_directly(self, position: Position) -> None:
+        """Write the live state to disk; log that none is written if no rank holds all of it."""
         if self.needs_all_local_ranks:
             logger.warning(
                 f"node {self._context.node}: step {position.step} was not saved: each rank of the node holds "
@@ -291,7 +292,7 @@ class SnapshotScheduler:
             )
             return
         result = self._direct_writer.write(position)
-        self.committed_path, self._last_commit_at = result.path if result else None, time.monotonic()
+        self._committed_path, self._last_commit_at = result.path if result else None, time.monotonic()
         if result is not None:
             self._committed_step, self._commit_stall_s = position.step, result.seconds
 

@@ -45,8 +45,8 @@ def describe_budget(
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
     source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "snapshot-memory"
     consequences = {
-        0: "; training waits for the disk at each checkpoint (a sharded model cannot be saved), and a failure "
-        "costs the steps since",
+        0: "; training waits for the disk at each checkpoint (a sharded model cannot be saved), and a "
+        "failure costs the steps since",
         1: "; it serves commits only, and a failure costs the steps since the last checkpoint",
         2: "; no snapshot is taken during a commit of the older one",
     }

@@ -607,3 +607,20 @@ def test_snapshot_stays_announced_until_it_has_a_slot(
         run.step()
     assert announced == [2]
     assert control.get("next_snapshot_step") > 2
+
+
+def test_save_that_a_local_rank_missed_is_not_taken_for_the_one_before(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end state is then saved again. With a sharded model no rank can save it alone."""
+    objects = linear()
+    run = begin(**objects)
+    scheduler = run._snapshot_scheduler
+    scheduler.needs_all_local_ranks = True
+    for is_missed in (False, True):
+        step(objects)
+        run.step()
+        if is_missed:
+            monkeypatch.setattr(scheduler, "_ensure_snapshot", lambda *_, **__: False)
+        assert (run.save() is None) == is_missed
+        assert scheduler.has_committed(run.position) != is_missed
