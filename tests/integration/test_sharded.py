@@ -30,6 +30,11 @@ STEPS = 20
 
 # What `sharded_kinds.py` tries in vain, and what it is told.
 REFUSED = {
+    "over nodes": r"it is sharded over the ranks \[0, 1, 2, 3\], and node n[01] has the ranks",
+    "whole": r"run.replicate: no part of the model was given to fully_shard\(\)",
+    "replicated late": r"run.replicate: the model was sharded after er.resume\(\)",
+    "ignored": "run.replicate: the parameter head.bias is not sharded",
+    "replicated twice": "run.replicate: .* over which FSDP replicates already",
     "step on rank 0": "No rank of rank 0's node has optimizer/state/0/exp_avg@1of2",
     "late": "UntrackableError: model/.*: it has been sharded after er.resume",
 }

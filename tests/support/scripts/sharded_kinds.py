@@ -55,11 +55,21 @@ class Net(nn.Module):
 
 
 class Tied(Net):
-    """Both blocks share a weight, so only the whole model is given to fully_shard()."""
+    """Two blocks share a weight, and two heads a bias, of which one rank has no part.
+
+    So only the whole model is given to fully_shard().
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1][0].weight = self.blocks[0][0].weight
+        self.second_head = nn.Linear(WIDTH, 1)
+        self.second_head.bias = self.head.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the number with both heads."""
+        second: Tensor = self.second_head(x)
+        return super().forward(x) + second
 
 
 class Frozen(Net):
@@ -235,6 +245,37 @@ def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def shard_over_nodes(resume: Callable[..., Any]) -> None:
+    """Shard over all ranks."""
+    resume(fully_shard(Net(), mesh=init_device_mesh("cpu", (4,))))
+
+
+def replicate_whole(resume: Callable[..., Any]) -> None:
+    """Do not shard at all."""
+    model = Net()
+    resume(model).replicate(model)
+
+
+def replicate_late(resume: Callable[..., Any]) -> None:
+    """Shard a model that er.resume() has seen whole."""
+    model = Net()
+    run = resume(model)
+    run.replicate(fully_shard(model, mesh=er.shard_mesh()))
+
+
+def replicate_ignored(resume: Callable[..., Any]) -> None:
+    """Leave a parameter whole."""
+    model = Net()
+    fully_shard(model, mesh=er.shard_mesh(), ignored_params={model.head.bias})
+    resume(model).replicate(model)
+
+
+def replicate_twice(resume: Callable[..., Any]) -> None:
+    """Have FSDP replicate over the nodes too."""
+    model = Net()
+    resume(fully_shard(model, mesh=make_wide_mesh())).replicate(model)
+
+
 def step_on_rank_0(resume: Callable[..., Any]) -> None:
     """Give the optimizer of rank 0 alone a state, as if it had loaded a checkpoint."""
     model: Any = Net()
@@ -256,7 +297,15 @@ def shard_late(resume: Callable[..., Any]) -> None:
     run.step()
 
 
-REFUSED = {"step on rank 0": step_on_rank_0, "late": shard_late}
+REFUSED = {
+    "over nodes": shard_over_nodes,
+    "whole": replicate_whole,
+    "replicated late": replicate_late,
+    "ignored": replicate_ignored,
+    "replicated twice": replicate_twice,
+    "step on rank 0": step_on_rank_0,
+    "late": shard_late,
+}
 
 
 def refuse(name: str, directory: Path) -> str:
