@@ -317,9 +317,8 @@ class SnapshotScheduler:
             return False
         digest_s = self._slot_client.control_block.get("digest_cpu_us") / 1e6 or None
         if digest_s is not None and self.meter.snapshot_cost_s is not None:
-            digest_s += (
-                self.meter.snapshot_cost_s * self.meter.cpu_count
-            )  # the snapshot may be taken only for it
+            # The snapshot may be taken only for it.
+            digest_s += self.meter.snapshot_cost_s * self.meter.cpu_count
         gap = digests.digest_interval_steps(
             self._context.settings.check_replicas,
             cost_s=digest_s,

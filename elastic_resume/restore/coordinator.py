@@ -383,15 +383,13 @@ def _broadcast_leaves(
 def _load_rank_0_state(
     tracked: Mapping[str, Any], structures: Mapping[str, Any], values: Mapping[str, Tensor]
 ) -> None:
-    def get_tensor(name: str) -> Tensor:
-        if name not in values:
-            raise MismatchError(
-                f"No rank of rank 0's node has {name}: where rank 0's optimizer has state, theirs must too."
-            )
-        return values[name].cpu()
-
     try:
-        load_objects.load_into(tracked, structures, get_tensor)
+        load_objects.load_into(tracked, structures, lambda name: values[name].cpu())
+    except KeyError as error:
+        raise MismatchError(
+            f"the ranks built different objects: no rank of rank 0's node has {error}. Where rank 0's "
+            "optimizer has state, theirs must too."
+        ) from error
     except MismatchError as error:
         raise MismatchError(
             "the ranks built different objects, and this one cannot take rank 0's state. Build the same "

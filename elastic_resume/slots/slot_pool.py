@@ -183,10 +183,8 @@ class SlotPool:
             # Keep the present slots if not even one of the new size fits.
             if count_fitting_slots(capacity, free_bytes=self._available_bytes(), allowed_bytes=allowed):
                 self._drop_small_slots(capacity)
-            newest, free = (
-                slot_memory.newest_complete(self.control_block.read_slots()),
-                self._available_bytes(),
-            )
+            newest = slot_memory.newest_complete(self.control_block.read_slots())
+            free = self._available_bytes()
             planned = count_fitting_slots(capacity, free_bytes=free, allowed_bytes=allowed)
             kept_bytes = newest.capacity if newest is not None and newest.capacity < capacity else 0
             remaining = None if allowed is None else allowed - kept_bytes

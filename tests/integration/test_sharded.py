@@ -35,7 +35,7 @@ REFUSED = {
     "replicated late": r"run.replicate: the model was sharded after er.resume\(\)",
     "ignored": "run.replicate: the parameter head.bias is not sharded",
     "replicated twice": "run.replicate: .* over which FSDP replicates already",
-    "step on rank 0": "No rank of rank 0's node has optimizer/state/0/exp_avg@1of2",
+    "step on rank 0": "no rank of rank 0's node has 'optimizer/state/0/exp_avg@1of2'",
     "late": "UntrackableError: model/.*: it has been sharded after er.resume",
 }
 
