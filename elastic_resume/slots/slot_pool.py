@@ -7,6 +7,7 @@ complete snapshot and not one that is being read. `count_fitting_slots` and `des
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -51,11 +52,8 @@ def describe_budget(
         2: "; no snapshot is taken during a commit of the older one",
     }
     size, budget = format_bytes(slot_bytes), f"({format_bytes(allowed)} allowed, {source})"
-    count = (
-        f"{format_count(slot_count, 'slot')} of {size}"
-        if slot_count
-        else f"none, a slot of {size} does not fit"
-    )
+    count = f"{format_count(slot_count, 'slot')} of {size}"
+    count = count if slot_count else f"none, a slot of {size} does not fit"
     return f"snapshots: {count} {budget}{consequences.get(slot_count, '')}"
 
 
@@ -98,13 +96,8 @@ class SlotPool:
 
     def reserve_in_background(self, nbytes: int, *, log: bool = True) -> None:
         """Create slots of ``nbytes`` in a thread; ``log`` is false if they may never be used."""
-        threading.Thread(
-            target=self._create_slots,
-            args=(nbytes,),
-            kwargs={"log": log},
-            name="elastic-resume-reserve",
-            daemon=True,
-        ).start()
+        create = functools.partial(self._create_slots, nbytes, log=log)
+        threading.Thread(target=create, name="elastic-resume-reserve", daemon=True).start()
 
     def reserve(self, nbytes: int, *, all_now: bool = True) -> int:
         """Return how many slots of at least ``nbytes`` exist or are planned; 0 if none fits.
