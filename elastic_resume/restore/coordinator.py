@@ -52,7 +52,7 @@ from elastic_resume.restore.sources import StateSource, list_sources, take_inven
 from elastic_resume.restore.warm_memory import TensorPool, count_state_tensors
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
-from elastic_resume.state import load_objects, sharded, state_dict
+from elastic_resume.state import dtensors, load_objects, state_dict
 from elastic_resume.state.state_dict import (
     BUFFER,
     DTYPE_BY_NAME,
@@ -170,10 +170,10 @@ def _check_shards(context: RankContext, tracked: Mapping[str, Any]) -> None:
     """Raise UntrackableError unless the ranks of each node hold the whole model together."""
     own_ranks = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node]
     for name, tensor in load_objects.iter_live_tensors(tracked):
-        if not sharded.is_dtensor(tensor):
+        if not dtensors.is_dtensor(tensor):
             continue
-        sharded.find_own_shard(tensor, name)  # for its error
-        ranks = sharded.find_shard_ranks(tensor)
+        dtensors.find_own_shard(tensor, name)  # for its error
+        ranks = dtensors.find_shard_ranks(tensor)
         if len(ranks) > 1 and ranks != own_ranks:
             raise UntrackableError(
                 f"{name}: it is sharded over the ranks {ranks}, and node {context.node} has the ranks "

@@ -35,7 +35,7 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.shards import Shards, shard_index, tensor_name
 from elastic_resume.errors import ConfigError, UntrackableError
-from elastic_resume.state import sharded
+from elastic_resume.state import dtensors
 
 logger = logging.getLogger(__name__)
 
@@ -413,9 +413,9 @@ class TensorCollector:
         Tied tensors share the first one's name.
         """
         shards, index = None, 0
-        if sharded.is_dtensor(tensor):
-            shards, index = sharded.find_own_shard(tensor, path)
-            tensor = sharded.to_local(tensor)
+        if dtensors.is_dtensor(tensor):
+            shards, index = dtensors.find_own_shard(tensor, path)
+            tensor = dtensors.to_local(tensor)
         elif shard_index(path) is not None:
             raise UntrackableError(f"{path}: rename it: this is how a checkpoint names a part of a tensor.")
         _check_storable(tensor, path)
@@ -610,7 +610,7 @@ class UntrackedOptimizerCheck:
             return
         self._checked_optimizers.add(optimizer)
         addresses = {
-            sharded.to_local(value).data_ptr()
+            dtensors.to_local(value).data_ptr()
             for entries in optimizer.state.values()
             for value in (entries.values() if isinstance(entries, dict) else ())
             if isinstance(value, Tensor) and value.numel()

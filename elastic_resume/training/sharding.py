@@ -17,7 +17,7 @@ from elastic_resume import constants
 from elastic_resume.errors import UsageError
 from elastic_resume.ranks import collectives
 from elastic_resume.ranks.rank_context import RankContext
-from elastic_resume.state.sharded import is_divided
+from elastic_resume.state.dtensors import is_divided
 
 
 def shard_mesh() -> Any:
