@@ -201,6 +201,7 @@ def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None
             if kind in {"AdamW", "fused", "compiled"}:
                 assert result["overlaps"], f"{kind}, rank {rank}: copied while training waits"
             assert result["loaded"] is (True if rank % 2 == 0 else None), f"{kind}, rank {rank}"
+        # FSDP's own averaging over nodes computes the same.
         for kind in ("mesh of two dimensions", "mesh of three dimensions"):
             assert kinds[kind]["loss"] == pytest.approx(kinds["AdamW"]["loss"], rel=1e-5), kind
     for told in (rank["refused"] for rank in ended):
