@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from elastic_resume.errors import UsageError
-from elastic_resume.state.sharded import to_local
+from elastic_resume.state.dtensors import to_local
 from elastic_resume.state.state_dict import EMA_NAME, make_name_canonicalizer
 
 T = TypeVar("T")

@@ -45,6 +45,7 @@ class DirectWriter:
         """Commit the state as it is now; return None if the disk refuses, which is logged."""
         with self._waiting_for_disk():
             flat_state = state_dict.flatten(self._tracked)
+            state_dict.refuse_divided(flat_state.leaves)
             layout = build_layout(flat_state)
             manifest = self._build_manifest(flat_state, layout, position)
             try:

@@ -33,7 +33,6 @@ from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.slot_memory import encode_snapshot_id
-from elastic_resume.state import load_objects, sharded
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +96,10 @@ class SnapshotScheduler:
         ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
-        # Each local rank holds other shards of the model, so it takes part in every snapshot.
-        self.needs_all_local_ranks = any(
-            sharded.is_divided(tensor) for _, tensor in load_objects.iter_live_tensors(tracked)
-        )
-        self.committed_path: Path | None = None  # path of the last commit that this process waited for
+        self._committed_path: Path | None = None  # of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
+        # Each local rank holds other shards of the state, so it takes part in every snapshot.
+        self.needs_all_local_ranks = self.snapshotter.needs_all_local_ranks
         self.meter = CostMeter(self.snapshotter)
         self._committed_step = self._loaded_step = saved_step  # of the newest commit, requested or done
         self._context = context
@@ -161,9 +158,9 @@ class SnapshotScheduler:
                 self.snapshotter.start_snapshot(position, is_epoch_over=is_epoch_over)
 
     def _is_snapshot_expected(self, step: int, *, is_epoch_over: bool) -> bool:
-        """Return whether the local leader takes a snapshot with this rank, or has passed the step.
+        """Return whether the local leader may take a snapshot of this step with this rank.
 
-        It takes the second snapshot of an epoch's last step alone, unless it needs all local ranks.
+        See `StepBoundary.is_expected`. The local leader may have ended this step, and announced a later one.
         """
         if is_epoch_over:
             return self.needs_all_local_ranks
@@ -192,13 +189,8 @@ class SnapshotScheduler:
             is_drained=is_drained,
         )
         actions = decide_actions(boundary)
-        # Whether the other local ranks expect a snapshot of this step, so that they wait for its slot.
-        is_expected = self.needs_all_local_ranks and is_epoch_over
-        if not boundary.takes_snapshots and announced != NEVER:
-            self._announce(None)
-            is_expected = True
-        if is_expected and not (actions.takes_snapshot and self.needs_all_local_ranks):
-            # They get no slot: end their waiting.
+        if boundary.is_expected and not actions.takes_snapshot:
+            # The other local ranks get no slot: end their waiting.
             snapshot_id = encode_snapshot_id(self._generation, step, is_epoch_over=is_epoch_over)
             client.control_block.set("decided_id", snapshot_id)
         if actions.writes_directly:
@@ -213,10 +205,13 @@ class SnapshotScheduler:
             if actions.commits:
                 self._committed_step, self._last_commit_at = step, time.monotonic()
                 self._commit_stall_s = self.snapshotter.stall_s
-        if actions.announces_next_step:
+        # Only now: a local rank that ends this step late must find its snapshot announced, or decided.
+        if actions.announces_next_step or (actions.announces and is_epoch_over):
             self._announce(step + 1)
-        elif actions.announces and boundary.takes_snapshots:
-            self._announce(step + 1 if is_epoch_over else self._next_snapshot_step(step))
+        elif actions.announces:
+            self._announce(self._next_snapshot_step(step))
+        elif not boundary.takes_snapshots:
+            self._announce(None)
         if actions.compares and self.snapshotter.has_snapshot(position):
             generation = rank_context.assigned_generation() or self._generation
             client.send("compare", snapshot_id=self.snapshotter.snapshot_id, generation=generation)
@@ -232,6 +227,7 @@ class SnapshotScheduler:
         None on the other ranks, if the disk refuses, which is logged, and if this generation began with that
         step.
         """
+        self._committed_path = None
         with self.meter.count_stall():
             if self.needs_all_local_ranks:
                 self._context.run_on_all_ranks(lambda: None)  # wait for those that evaluate longer
@@ -242,19 +238,17 @@ class SnapshotScheduler:
                 return None
             if not has_snapshot:
                 self._write_directly(position)
-                return self.committed_path
-            path = self._slot_client.commit(self.snapshotter.snapshot_id).get("path")
-            self.committed_path = Path(path) if path else None
-            if path:
+            elif path := self._slot_client.commit(self.snapshotter.snapshot_id).get("path"):
+                self._committed_path = Path(path)
                 self._committed_step, self._last_commit_at = position.step, time.monotonic()
-            return self.committed_path
+            return self._committed_path
 
     def has_committed(self, position: Position) -> bool:
         """Return whether the newest `commit` committed that step, or this generation began with it.
 
         With `needs_all_local_ranks` all ranks call it, and all nodes must have, since all must try again.
         """
-        has_own = position.step == self._loaded_step or self.committed_path is not None
+        has_own = position.step == self._loaded_step or self._committed_path is not None
         has_own = has_own or not self._context.is_local_leader
         return all(self._context.collectives.gather(has_own)) if self.needs_all_local_ranks else has_own
 
@@ -272,10 +266,7 @@ class SnapshotScheduler:
         """Return whether a complete snapshot of this step exists, after taking one if necessary."""
         limit = time.monotonic() + PEER_TIMEOUT_S
         while self._slot_client.slot_count and time.monotonic() < limit:
-            if (
-                self.snapshotter.has_snapshot(position, is_epoch_over=is_epoch_over)
-                and self.snapshotter.wait_until_complete()
-            ):
+            if self.has_kept(position, is_epoch_over=is_epoch_over):
                 return True
             if self.snapshotter.start_snapshot(
                 position, is_epoch_over=is_epoch_over, leader_only=not self.needs_all_local_ranks
@@ -292,6 +283,7 @@ class SnapshotScheduler:
         return is_newest and self.snapshotter.wait_until_complete()
 
     def _write_directly(self, position: Position) -> None:
+        """Write the live state to disk; log that none is written if no rank holds all of it."""
         if self.needs_all_local_ranks:
             logger.warning(
                 f"node {self._context.node}: step {position.step} was not saved: each rank of the node holds "
@@ -300,7 +292,7 @@ class SnapshotScheduler:
             )
             return
         result = self._direct_writer.write(position)
-        self.committed_path, self._last_commit_at = result.path if result else None, time.monotonic()
+        self._committed_path, self._last_commit_at = result.path if result else None, time.monotonic()
         if result is not None:
             self._committed_step, self._commit_stall_s = position.step, result.seconds
 
@@ -325,9 +317,8 @@ class SnapshotScheduler:
             return False
         digest_s = self._slot_client.control_block.get("digest_cpu_us") / 1e6 or None
         if digest_s is not None and self.meter.snapshot_cost_s is not None:
-            digest_s += (
-                self.meter.snapshot_cost_s * self.meter.cpu_count
-            )  # the snapshot may be taken only for it
+            # The snapshot may be taken only for it.
+            digest_s += self.meter.snapshot_cost_s * self.meter.cpu_count
         gap = digests.digest_interval_steps(
             self._context.settings.check_replicas,
             cost_s=digest_s,

@@ -26,11 +26,6 @@ class SlotAccess:
         self._others = [rank for rank in range(local_world_size) if rank != local_rank]
         self.set_copying(0)
 
-    @property
-    def is_local_leader(self) -> bool:
-        """Whether this rank takes the slots."""
-        return self._client.is_local_leader
-
     # ---- local leader ----------------------------------------------------------------------------------
 
     def take(self, snapshot_id: int, min_bytes: int, needed_bytes: int) -> Slot | None:

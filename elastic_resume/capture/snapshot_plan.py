@@ -8,7 +8,7 @@ rank has them in its share. This module handles neither the slots' words nor thr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,7 +112,7 @@ class SlotViews:
 
 @without_garbage_collection
 def make_plan(
-    state_view: StateView, base_metadata: Mapping[str, Any], share_count: int, local_rank: int = 0
+    state_view: StateView, base_metadata: Mapping[str, Any], share_count: int, local_rank: int
 ) -> SnapshotPlan:
     """Plan a snapshot of ``state_view``, copied by ``share_count`` local ranks.
 
@@ -174,18 +174,10 @@ def _split_leaves(leaves: Sequence[Leaf], share_count: int) -> list[list[Leaf]]:
 class PlannedState:
     """The tracked state, read again and again, and the plan of its snapshots."""
 
-    def __init__(
-        self,
-        tracked: Mapping[str, Any],
-        base_metadata: Mapping[str, Any],
-        share_count: int,
-        local_rank: int = 0,
-    ) -> None:
-        """Plan for ``share_count`` local ranks; ``base_metadata`` is static metadata without the state."""
+    def __init__(self, tracked: Mapping[str, Any], make_plan: Callable[[StateView], SnapshotPlan]) -> None:
+        """Plan with ``make_plan``, which has all its arguments but the state."""
         self._tracked = tracked
-        self._base_metadata = base_metadata
-        self._share_count = share_count
-        self._local_rank = local_rank
+        self._make_plan = make_plan
         self._tracker = StateTracker(tracked)
         self._cached_plan: tuple[Any, SnapshotPlan] | None = None
 
@@ -200,7 +192,7 @@ class PlannedState:
         formats = [(leaf.name, leaf.tensor.dtype, leaf.tensor.shape) for leaf in view.uncached_leaves]
         key = (view.cached.version, formats)
         if self._cached_plan is None or self._cached_plan[0] != key:
-            self._cached_plan = key, make_plan(view, self._base_metadata, self._share_count, self._local_rank)
+            self._cached_plan = key, self._make_plan(view)
         return view, self._cached_plan[1]
 
     def forget(self) -> None:

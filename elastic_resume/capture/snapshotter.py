@@ -54,6 +54,7 @@ from elastic_resume.capture.snapshot_plan import (
     SlotViews,
     SnapshotPlan,
     TensorGroup,
+    make_plan,
     summarize_names,
 )
 from elastic_resume.checkpoint.manifest import Position
@@ -108,7 +109,10 @@ class Snapshotter:
             "writer": __version__,
         }
         share_count = local_world_size if self._barrier.has_hooks else 1
-        self._state = PlannedState(tracked, base_metadata, share_count, context.local_rank)
+        self._state = PlannedState(
+            tracked, lambda view: make_plan(view, base_metadata, share_count, context.local_rank)
+        )
+        self.needs_all_local_ranks = self._state.read()[1].needs_all_local_ranks
         self._slots = SlotAccess(slot_client, context.local_rank, local_world_size)
         self._plan: SnapshotPlan | None = None  # of the newest state that was read
         self._views_by_slot: dict[tuple[int, int, int], SlotViews] = {}
@@ -175,11 +179,13 @@ class Snapshotter:
         snapshot_id = encode_snapshot_id(self._generation, position.step, is_epoch_over=is_epoch_over)
         state_view, plan = self._state.read()
         if plan is not self._plan:
+            if not self.needs_all_local_ranks:
+                state_dict.refuse_divided(state_view.leaves)
             self._plan, self._views_by_slot = plan, {}
         plan = plan.as_single_share() if leader_only or self._failed_plan_id == plan.plan_id else plan
         slot: Slot | None = None
         clones: NamedTensors = []
-        if self._slots.is_local_leader:
+        if self._context.is_local_leader:
             dynamic_metadata = slot_memory.encode_metadata(
                 slot_memory.dynamic_metadata(
                     self._generation, position, time.time(), state_view.dynamic_structure

@@ -45,7 +45,7 @@ from elastic_resume.capture.copy_engine import get_format
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.shards import tensor_name
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.sharded import is_dtensor, to_local
+from elastic_resume.state.dtensors import is_dtensor, to_local
 from elastic_resume.state.state_dict import (
     REPLICATED,
     Leaf,

@@ -20,7 +20,7 @@ import xxhash
 from elastic_resume.checkpoint.json_codec import reject_constant
 from elastic_resume.errors import CorruptError, ForeignError, NewerFormatError, TornError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # format 1 had no sharded tensors; it is read as it is
 BLOCK_BYTES = 16 << 20  # large enough for full disk speed, small enough for a reusable buffer
 MAX_MANIFEST_BYTES = 256 << 20  # non-tensor state is usually kilobytes
 _MAX_COUNT = 1 << 53
@@ -157,7 +157,7 @@ def _decode_verified(data: bytes) -> dict[str, Any]:
         raise CorruptError("manifest: has no digest at its end.")
     if xxhash.xxh3_128_hexdigest(data[: end.start()]) != end[1].decode():
         raise CorruptError("manifest: its digest does not match its bytes.")
-    if type(number) is not int or number != FORMAT_VERSION:
+    if type(number) is not int or number < 1:
         raise CorruptError(f"manifest: impossible format {number!r}.")
     record.pop("digest", None)
     return record

@@ -150,7 +150,7 @@ def snapshot_interval_steps(
         return 1
     interval = min(_clamp_seconds(cost_s) / MAX_OVERHEAD_SHARE, optimal_interval_s(cost_s, mtbf_s))
     # Round up to limit the cost, then cap at the time bound.
-    wanted = max(1, _round_up_steps(interval / step))
+    wanted = max(1, math.ceil(interval / step * (1 - 1e-9)))  # in floats 0.9 / 0.03 is more than 30
     return min(1 << (wanted - 1).bit_length(), _power_of_two_steps_within(MAX_SNAPSHOT_INTERVAL_S, step))
 
 
@@ -212,11 +212,6 @@ def _power_of_two_steps_within(bound_s: float, step_s: float) -> int:
     return 1 << max(0, steps.bit_length() - 1)
 
 
-def _round_up_steps(steps: float) -> int:
-    """Round up, but ignore float errors: 0.9 s / 0.03 s is a little more than 30."""
-    return math.ceil(steps * (1 - 1e-9))
-
-
 # ---- at a step boundary --------------------------------------------------------------------------------
 
 
@@ -244,6 +239,16 @@ class StepBoundary:
         """Whether snapshots are taken for their own sake, and not for commits only."""
         return self.slot_count > 1 and not self.snapshots_off
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether the other local ranks expect a snapshot now, and wait for its slot.
+
+        They expect the second one of an epoch's last step if it needs them, without an announcement.
+        """
+        if self.is_epoch_over:
+            return self.needs_all_local_ranks
+        return self.announced_step is not None and self.step >= self.announced_step
+
 
 @dataclass(frozen=True)
 class BoundaryActions:
@@ -266,41 +271,26 @@ class BoundaryActions:
 def decide_actions(boundary: StepBoundary) -> BoundaryActions:
     """Decide what to do at a step boundary.
 
-    With fewer than two slots, or with snapshots off, a snapshot serves a commit only. Without any slot the
-    state goes to disk directly. The second snapshot of an epoch's last step is never compared. Where each
-    local rank holds a part of the state, a snapshot is taken only at a step that all of them expect.
+    With fewer than two slots, or with snapshots off, a snapshot serves a commit or a drain only. Without any
+    slot the state goes to disk directly. The second snapshot of an epoch's last step is never compared. A
+    snapshot that needs all local ranks is taken only at a step at which they expect it.
     """
-    commits, announced = boundary.is_commit_due, boundary.announced_step
+    commits, is_expected = boundary.is_commit_due, boundary.is_expected
     if boundary.slot_count == 0:
         return BoundaryActions(writes_directly=commits)
-    if boundary.needs_all_local_ranks:
-        return _decide_for_all_local_ranks(boundary)
-    if not boundary.takes_snapshots:
-        return BoundaryActions(takes_snapshot=commits, commits=commits, leader_only=commits)
-    is_expected = announced is not None and boundary.step >= announced
-    compares = boundary.is_comparison_due and not boundary.is_epoch_over
-    if not (is_expected or announced is None or commits or compares or boundary.is_epoch_over):
+    is_possible = is_expected or not boundary.needs_all_local_ranks
+    is_snapshot_due = compares = False
+    if boundary.takes_snapshots:
+        is_snapshot_due = is_expected or boundary.is_epoch_over or boundary.announced_step is None
+        compares = boundary.is_comparison_due and is_possible and not boundary.is_epoch_over
+    if not (is_snapshot_due or commits or compares or boundary.is_drained):
         return BoundaryActions()
+    if not is_possible:
+        return BoundaryActions(announces_next_step=True)
     return BoundaryActions(
         takes_snapshot=True,
         commits=commits,
         compares=compares,
-        leader_only=boundary.is_epoch_over or not is_expected,
-        announces=True,
+        leader_only=not is_expected,
+        announces=boundary.takes_snapshots,
     )
-
-
-def _decide_for_all_local_ranks(boundary: StepBoundary) -> BoundaryActions:
-    """Decide for a node whose ranks can only take a snapshot together.
-
-    When an epoch is over all local ranks expect one, without an announcement.
-    """
-    announced, commits = boundary.announced_step, boundary.is_commit_due
-    is_expected = announced is not None and boundary.step >= announced
-    if (is_expected or boundary.is_epoch_over) and (
-        boundary.takes_snapshots or commits or boundary.is_drained
-    ):
-        compares = boundary.is_comparison_due and boundary.takes_snapshots and not boundary.is_epoch_over
-        return BoundaryActions(takes_snapshot=True, commits=commits, compares=compares, announces=True)
-    is_wanted = commits or boundary.is_drained or (boundary.takes_snapshots and announced is None)
-    return BoundaryActions(announces_next_step=is_wanted)

@@ -75,7 +75,7 @@ class Collectives:
                 if not dist.is_initialized():
                     _create_default_group(model_gpus)
                     if node_mesh is not None:
-                        node_mesh.rejoin()
+                        node_mesh.join()
                 group = dist.new_group(
                     backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="elastic_resume"
                 )
@@ -218,30 +218,28 @@ def _has_launcher() -> bool:
 
 
 def make_node_mesh() -> Any:
-    """Return a `DeviceMesh` of this node's ranks, of one dimension, "shard".
+    """Return the mesh of this node's ranks; see `NodeMesh`.
 
-    The ranks are those that torchrun has started on this node (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE). Without a
-    launcher it is this process. A default process group is created if there is none, which
-    `Collectives.join` takes over; in a standby only `Collectives.join` creates it. Each call in one world
-    returns the same mesh.
+    A default process group is created if there is none, and `Collectives.join` takes it over. In a standby
+    only `Collectives.join` creates it. Without a launcher this process is the only rank.
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
-    current = NodeMesh.current
+    node_mesh = NodeMesh.current = NodeMesh.current or NodeMesh()
     is_standby = constants.ENV_STANDBY in os.environ and not dist.is_initialized()
-    if current is not None and (is_standby or current.is_in_world()):
-        return current.mesh
-    connections = GroupConnections()
-    creates_default = not (is_standby or dist.is_initialized())
-    if creates_default:
-        atexit.register(_destroy_default_group)
-        with connections.record():
+    if is_standby or node_mesh.is_in_world():
+        return node_mesh.mesh
+    node_mesh.connections = GroupConnections()
+    node_mesh.owns_world = not dist.is_initialized()
+    with node_mesh.connections.record():
+        if node_mesh.owns_world:
+            atexit.register(_destroy_default_group)
             if _has_launcher():
                 _create_default_group([])
             else:
                 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    NodeMesh.current = NodeMesh(connections, owns_world=creates_default)
-    return NodeMesh.current.mesh
+        node_mesh.join()
+    return node_mesh.mesh
 
 
 def _frame(data: bytes, size: int) -> Tensor:

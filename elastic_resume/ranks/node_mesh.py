@@ -1,8 +1,8 @@
 """Hold the `DeviceMesh` of a node's ranks, over which FSDP shards a model.
 
-FSDP and its DTensors keep the mesh for the life of a process, and process groups end with their world. So a
-process that stays, or starts before its node joins, gets the node's group in each world anew.
-`NodeMesh.rejoin` lets the mesh lead to it, by attributes of a mesh that are not public.
+FSDP and its DTensors keep the mesh for the life of a process, and process groups end with their world. So the
+mesh is made without a group, and `NodeMesh.join` gives it the node's group of each world. A process that
+starts before its node joins builds its shards in between. What this module sets in a mesh is not public.
 """
 
 from __future__ import annotations
@@ -16,62 +16,51 @@ from torch.distributed import distributed_c10d
 
 from elastic_resume.ranks.group_connections import GroupConnections
 
-PLACEHOLDER: Any = "elastic_resume.node"
+PLACEHOLDER = "elastic_resume.node"
 
 
 class NodeMesh:
-    """A mesh of one dimension, "shard", and the process group of the node's ranks behind it."""
+    """A mesh of one dimension, "shard", and the process group of the node's ranks behind it.
+
+    The ranks are those that a launcher has started on this node: LOCAL_RANK of LOCAL_WORLD_SIZE.
+    """
 
     current: NodeMesh | None = None
-    """This process's newest."""
+    """This process's, if it has one. torch may take a mesh for another one that is equal."""
 
-    def __init__(self, connections: GroupConnections, *, owns_world: bool) -> None:
-        """Make the group in the default process group, and the mesh.
-
-        ``connections`` are those of the default process group. ``owns_world``: that was made for this mesh.
-        Without a default process group FSDP can build shards, and each collective raises a RuntimeError.
-        """
+    def __init__(self) -> None:
+        """Make the mesh; until `join` each collective over it raises a RuntimeError."""
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
 
-        self.connections = connections
-        self.owns_world = owns_world
-        self.world = dist.group.WORLD
+        self.connections = GroupConnections()
+        """Those of the default process group, if it was made for the mesh."""
+        self.owns_world = False
+        self._world: dist.ProcessGroup | None = None
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
-        if self.world is not None:
-            with connections.record():
-                self.group = _new_node_group()
-            self.mesh: Any = DeviceMesh.from_group(self.group, device, mesh_dim_names=("shard",))
-            return
-        local_rank, count = _read_place()
-        c10d: Any = distributed_c10d
-        self.group = c10d.ProcessGroup(local_rank, count)  # without a backend; this is not public either
-        self.group._set_group_name(PLACEHOLDER)
-        c10d._register_process_group(PLACEHOLDER, self.group)
-        self.mesh = DeviceMesh(
-            device, range(count), mesh_dim_names=("shard",), _init_backend=False, _rank=local_rank
+        self.mesh: Any = DeviceMesh(
+            device, self._ranks, mesh_dim_names=("shard",), _init_backend=False, _rank=self._local_rank
         )
-        self.mesh._dim_group_names = [PLACEHOLDER]
+        c10d: Any = distributed_c10d
+        group = c10d.ProcessGroup(self._local_rank, len(self._ranks))  # without a backend
+        group._set_group_name(PLACEHOLDER)
+        c10d._register_process_group(PLACEHOLDER, group)
+        self._set_group(group, PLACEHOLDER)
 
     def is_in_world(self) -> bool:
         """Return whether the group belongs to the present default process group."""
-        return self.world is not None and self.world is dist.group.WORLD
+        return self._world is not None and self._world is dist.group.WORLD
 
-    def rejoin(self) -> None:
-        """Make the group in the present default process group. The mesh's text keeps its old ranks."""
-        self.world = dist.group.WORLD
-        self.group = _new_node_group()
-        self.mesh._dim_group_names = [self.group.group_name]
-        self.mesh._pg_registry = {self.group.group_name: self.group}
+    def join(self) -> None:
+        """Make the group in the present default process group, with all ranks of the node."""
+        self._world = dist.group.WORLD
+        first = dist.get_rank() - self._local_rank
+        ranks = [first + rank for rank in self._ranks]
+        group: Any = dist.new_group(ranks, use_local_synchronization=True)
+        self._set_group(group, group.group_name)
 
-
-def _new_node_group() -> dist.ProcessGroup:
-    local_rank, count = _read_place()
-    first = dist.get_rank() - local_rank
-    ranks = list(range(first, first + count))
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
-
-
-def _read_place() -> tuple[int, int]:
-    """Return the local rank and the number of ranks that a launcher has started on this node."""
-    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    def _set_group(self, group: dist.ProcessGroup, name: str) -> None:
+        self.group = group
+        self.mesh._dim_group_names = [name]
+        self.mesh._pg_registry = {name: group}

@@ -52,7 +52,7 @@ from elastic_resume.restore.sources import StateSource, list_sources, take_inven
 from elastic_resume.restore.warm_memory import TensorPool, count_state_tensors
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
-from elastic_resume.state import load_objects, sharded, state_dict
+from elastic_resume.state import dtensors, load_objects, state_dict
 from elastic_resume.state.state_dict import (
     BUFFER,
     DTYPE_BY_NAME,
@@ -170,10 +170,10 @@ def _check_shards(context: RankContext, tracked: Mapping[str, Any]) -> None:
     """Raise UntrackableError unless the ranks of each node hold the whole model together."""
     own_ranks = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node]
     for name, tensor in load_objects.iter_live_tensors(tracked):
-        if not sharded.is_dtensor(tensor):
+        if not dtensors.is_dtensor(tensor):
             continue
-        sharded.find_own_shard(tensor, name)  # for its error
-        ranks = sharded.find_shard_ranks(tensor)
+        dtensors.find_own_shard(tensor, name)  # for its error
+        ranks = dtensors.find_shard_ranks(tensor)
         if len(ranks) > 1 and ranks != own_ranks:
             raise UntrackableError(
                 f"{name}: it is sharded over the ranks {ranks}, and node {context.node} has the ranks "
@@ -314,9 +314,9 @@ def _find_unlike_states(
 def _broadcast_first_state(context: RankContext, flat: FlatState, tracked: Mapping[str, Any]) -> None:
     """Give all ranks the values of rank 0, as DDP does for a model when it is built.
 
-    Shards of a model come from the ranks of rank 0's node. Rank 0 alone may have loaded a foreign
-    checkpoint, so its optimizer may have state where the others' have none. Buffers and averages of the model
-    are sent too.
+    Shards of a model come from the ranks of rank 0's node. Rank 0, or its node if the model is sharded, may
+    have loaded a foreign checkpoint, so its optimizer may have state where the others' have none. Buffers and
+    averages of the model are sent too.
 
     Raises:
         MismatchError: the ranks built different objects.
@@ -385,6 +385,11 @@ def _load_rank_0_state(
 ) -> None:
     try:
         load_objects.load_into(tracked, structures, lambda name: values[name].cpu())
+    except KeyError as error:
+        raise MismatchError(
+            f"the ranks built different objects: no rank of rank 0's node has {error}. Where rank 0's "
+            "optimizer has state, theirs must too."
+        ) from error
     except MismatchError as error:
         raise MismatchError(
             "the ranks built different objects, and this one cannot take rank 0's state. Build the same "

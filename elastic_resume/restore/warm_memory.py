@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
-from elastic_resume.state.sharded import to_local
+from elastic_resume.state.dtensors import to_local
 
 _MIN_BYTES = 64 << 10  # smaller tensors lie in memory that the allocator has touched already
 

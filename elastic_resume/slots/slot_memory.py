@@ -245,7 +245,12 @@ class ControlBlock:
         return create_memory_file("elastic_resume-control", CONTROL_BLOCK_BYTES)
 
     def get(self, name: str) -> int:
-        """Read a header word; the local leader writes ``decided_id`` and ``next_snapshot_step``."""
+        """Read a header word.
+
+        All local ranks take part in the snapshot of ``next_snapshot_step``, and wait for its slot.
+        ``decided_id`` ends their waiting: it is the id of the newest snapshot that has got a slot, or will
+        have none.
+        """
         return int(self._words[_HEADER_FIELDS.index(name)])
 
     def set(self, name: str, value: int) -> None:

@@ -7,6 +7,7 @@ complete snapshot and not one that is being read. `count_fitting_slots` and `des
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -45,16 +46,14 @@ def describe_budget(
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
     source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "snapshot-memory"
     consequences = {
-        0: "; training waits for the disk at each checkpoint, and a failure costs the steps since",
+        0: "; training waits for the disk at each checkpoint (a sharded model cannot be saved), and a "
+        "failure costs the steps since",
         1: "; it serves commits only, and a failure costs the steps since the last checkpoint",
         2: "; no snapshot is taken during a commit of the older one",
     }
     size, budget = format_bytes(slot_bytes), f"({format_bytes(allowed)} allowed, {source})"
-    count = (
-        f"{format_count(slot_count, 'slot')} of {size}"
-        if slot_count
-        else f"none, a slot of {size} does not fit"
-    )
+    count = f"{format_count(slot_count, 'slot')} of {size}"
+    count = count if slot_count else f"none, a slot of {size} does not fit"
     return f"snapshots: {count} {budget}{consequences.get(slot_count, '')}"
 
 
@@ -97,13 +96,8 @@ class SlotPool:
 
     def reserve_in_background(self, nbytes: int, *, log: bool = True) -> None:
         """Create slots of ``nbytes`` in a thread; ``log`` is false if they may never be used."""
-        threading.Thread(
-            target=self._create_slots,
-            args=(nbytes,),
-            kwargs={"log": log},
-            name="elastic-resume-reserve",
-            daemon=True,
-        ).start()
+        create = functools.partial(self._create_slots, nbytes, log=log)
+        threading.Thread(target=create, name="elastic-resume-reserve", daemon=True).start()
 
     def reserve(self, nbytes: int, *, all_now: bool = True) -> int:
         """Return how many slots of at least ``nbytes`` exist or are planned; 0 if none fits.
@@ -182,10 +176,8 @@ class SlotPool:
             # Keep the present slots if not even one of the new size fits.
             if count_fitting_slots(capacity, free_bytes=self._available_bytes(), allowed_bytes=allowed):
                 self._drop_small_slots(capacity)
-            newest, free = (
-                slot_memory.newest_complete(self.control_block.read_slots()),
-                self._available_bytes(),
-            )
+            newest = slot_memory.newest_complete(self.control_block.read_slots())
+            free = self._available_bytes()
             planned = count_fitting_slots(capacity, free_bytes=free, allowed_bytes=allowed)
             kept_bytes = newest.capacity if newest is not None and newest.capacity < capacity else 0
             remaining = None if allowed is None else allowed - kept_bytes

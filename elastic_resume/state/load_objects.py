@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import MismatchError
-from elastic_resume.state import sharded
-from elastic_resume.state.sharded import LiveShards
+from elastic_resume.state import dtensors
+from elastic_resume.state.dtensors import LiveShards
 from elastic_resume.state.state_dict import COMPLEX_KINDS, TrackedTensors, make_name_canonicalizer, type_name
 
 # Keys that schedulers write into the groups of an optimizer.
@@ -206,7 +206,7 @@ def _build_state(
     def find_live(index: Any, ref: TensorRef) -> Any:
         is_known = type(index) is int and 0 <= index < len(parameters)
         parameter: Any = parameters[index] if is_known else None
-        if not sharded.is_dtensor(parameter):
+        if not dtensors.is_dtensor(parameter):
             return live_shards.find(ref)
         shape = live_shards.shape_of(ref, peek_tensor)
         shape = shape[:-1] if ref.kind in COMPLEX_KINDS.values() else shape
@@ -269,14 +269,14 @@ def replace_references(value: Any, get_tensor: Callable[[str], Tensor], live: An
 
 
 def _read_reference(ref: TensorRef, get_tensor: Callable[[str], Tensor], live: Any) -> Any:
-    is_sharded = sharded.is_dtensor(live)
+    is_sharded = dtensors.is_dtensor(live)
     tensor = (
-        sharded.read_own_shard(ref, live, get_tensor) if is_sharded else sharded.read_whole(ref, get_tensor)
+        dtensors.read_own_shard(ref, live, get_tensor) if is_sharded else dtensors.read_whole(ref, get_tensor)
     )
     if ref.kind in COMPLEX_KINDS.values():
         tensor = torch.view_as_complex(tensor)
     if is_sharded:
-        return sharded.make_dtensor(tensor, live)
+        return dtensors.make_dtensor(tensor, live)
     if ref.kind == "numpy":
         return tensor.numpy()
     return tensor.numpy()[()] if ref.kind == "numpy-scalar" else tensor

@@ -29,7 +29,7 @@ from elastic_resume.errors import (
     NoValidCheckpointError,
     UsageError,
 )
-from elastic_resume.state import load_objects, sharded
+from elastic_resume.state import dtensors, load_objects
 from elastic_resume.state.state_dict import COMPLEX_KINDS, TensorBuffer
 
 
@@ -44,7 +44,7 @@ class OpenCheckpoint:
 
     def tensor(self, ref: TensorRef) -> Tensor:
         """Return the tensor of ``ref``, whole. It may share the image's memory: copy it to keep it."""
-        tensor = sharded.read_whole(ref, self.buffer.tensor)
+        tensor = dtensors.read_whole(ref, self.buffer.tensor)
         return torch.view_as_complex(tensor) if ref.kind in COMPLEX_KINDS.values() else tensor
 
 

@@ -35,7 +35,7 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.shards import Shards, shard_index, tensor_name
 from elastic_resume.errors import ConfigError, UntrackableError
-from elastic_resume.state import sharded
+from elastic_resume.state import dtensors
 
 logger = logging.getLogger(__name__)
 
@@ -350,6 +350,16 @@ def flatten_object(collector: TensorCollector, name: str, item: Any) -> Any:
     return json_codec.encode(collector.replace_tensors(item.state_dict(), name, kind), name)
 
 
+def refuse_divided(leaves: Iterable[Leaf]) -> None:
+    """Raise UntrackableError if a tensor is divided over ranks that do not all save it."""
+    for leaf in leaves:
+        if leaf.is_divided:
+            raise UntrackableError(
+                f"{tensor_name(leaf.name)}: it has been sharded after er.resume(), so no rank saves all of "
+                "it. Call fully_shard() before er.resume()."
+            )
+
+
 def digest_leaves(leaves: Iterable[Leaf]) -> dict[str, str]:
     """Return an xxh3-128 digest of each leaf's dtype, shape and bytes."""
     return {leaf.name: _digest_tensor(leaf.tensor) for leaf in leaves}
@@ -403,9 +413,9 @@ class TensorCollector:
         Tied tensors share the first one's name.
         """
         shards, index = None, 0
-        if sharded.is_dtensor(tensor):
-            shards, index = sharded.find_own_shard(tensor, path)
-            tensor = sharded.to_local(tensor)
+        if dtensors.is_dtensor(tensor):
+            shards, index = dtensors.find_own_shard(tensor, path)
+            tensor = dtensors.to_local(tensor)
         elif shard_index(path) is not None:
             raise UntrackableError(f"{path}: rename it: this is how a checkpoint names a part of a tensor.")
         _check_storable(tensor, path)
@@ -600,7 +610,7 @@ class UntrackedOptimizerCheck:
             return
         self._checked_optimizers.add(optimizer)
         addresses = {
-            sharded.to_local(value).data_ptr()
+            dtensors.to_local(value).data_ptr()
             for entries in optimizer.state.values()
             for value in (entries.values() if isinstance(entries, dict) else ())
             if isinstance(value, Tensor) and value.numel()

@@ -22,7 +22,7 @@ from elastic_resume.errors import UsageError
 from elastic_resume.ranks import collectives
 from elastic_resume.ranks.node_mesh import NodeMesh
 from elastic_resume.ranks.rank_context import RankContext
-from elastic_resume.state.sharded import is_divided
+from elastic_resume.state.dtensors import is_divided
 
 
 def shard_mesh() -> Any:
@@ -98,10 +98,10 @@ def _list_mesh_infos(module: Any) -> list[Any]:
     return [info for info in infos if info is not None]
 
 
-def replicate(model: nn.Module, context: RankContext, *, is_saved_in_shards: bool) -> None:
+def replicate(model: nn.Module, context: RankContext, *, is_saved: bool) -> None:
     """Average the gradients of an FSDP model over the nodes, after FSDP's reduce-scatter within the node.
 
-    ``is_saved_in_shards``: whether a tracked model was sharded when `er.resume` was called.
+    ``is_saved``: whether a tracked model was sharded when `er.resume` was called.
 
     Raises:
         UsageError: no part of the model was given to fully_shard(), or too late, or FSDP replicates it
@@ -115,7 +115,7 @@ def replicate(model: nn.Module, context: RankContext, *, is_saved_in_shards: boo
             "mesh=er.shard_mesh()) before er.resume(), or use run.ddp(model) for a model that every rank "
             "holds whole."
         )
-    if not is_saved_in_shards and any(map(is_divided, model.parameters())):
+    if not is_saved and any(map(is_divided, model.parameters())):
         raise UsageError(
             "run.replicate: the model was sharded after er.resume(), which saves the tensors that it had "
             "before. Call fully_shard() first, and pass that model to er.resume()."

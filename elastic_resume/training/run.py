@@ -110,7 +110,6 @@ class Run:
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
         self._models = [item for item in arguments.objects.values() if isinstance(item, nn.Module)]
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._is_replicated = False  # in this generation
         self._wrappers_checked = True  # in this generation
         if standby and link is not None:
             self._make_call(link).run(self._enter_generation)
@@ -136,6 +135,7 @@ class Run:
         self._drain_request = parts.drain_request
         self._start_hooks: list[Callable[[], object]] | None = []  # None after the hooks have run
         self._closed = False
+        self._is_replicated = False
         self._step_event_interval_s = context.settings.step_mark_s
         self._next_step_event_s = 0.0
         self._recorded_step = self.position.step
@@ -241,8 +241,7 @@ class Run:
                 already.
 
         """
-        is_saved = self._snapshot_scheduler.needs_all_local_ranks
-        hsdp.replicate(model, self._context, is_saved_in_shards=is_saved)
+        hsdp.replicate(model, self._context, is_saved=self._snapshot_scheduler.needs_all_local_ranks)
         self._is_replicated = True
         return model
 
@@ -621,7 +620,6 @@ class Run:
         for wrapper in list(self._wrappers):
             release_wrapper(wrapper)
         self._wrappers.clear()
-        self._is_replicated = False
         obstacle = hsdp.reset(self._models) or obstacle
         if self._collectives is not None:
             self._collectives.leave()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from tests.support.paths import SCRIPTS
 pytestmark = pytest.mark.cluster
 
 PROBE = SCRIPTS / "probe.py"
-NEWER = '{"kind":"elastic_resume checkpoint","format":2}'
+NEWER = '{"kind":"elastic_resume checkpoint","format":3}'
 
 
 def environments(ckpt: Path, *nodes: str, **env: str) -> list[dict[str, str]]:
@@ -36,15 +34,6 @@ def probe(
     """Run tests/support/scripts/probe.py with one rank on each of ``nodes``."""
     each = environments(ckpt, *nodes, **env)
     return launch_ranks.run_ranks(len(nodes), PROBE, behaviour, str(steps), env=each)
-
-
-def read_results(ranks: Iterable[subprocess.CompletedProcess[str]]) -> list[Any]:
-    """Return what each rank printed at its end."""
-    results = []
-    for done in ranks:
-        assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-    return results
 
 
 def assert_refused(ranks: Iterable[subprocess.CompletedProcess[str]], *texts: str) -> None:
@@ -100,11 +89,11 @@ def test_cold_start_broadcasts_state_that_rank_0_loaded(
     state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save({"state_dict": nn.DataParallel(model).state_dict(), **state}, "model.pt")
     Path("train.py").write_text(MADE_ELSEWHERE)
-    first = read_results(launch_ranks.run_ranks(2, "train.py"))
+    first = launch_ranks.read_results(launch_ranks.run_ranks(2, "train.py"))
     moments = [kept["exp_avg"].tolist() for kept in optimizer.state_dict()["state"].values()]
     rate = optimizer.param_groups[0]["lr"]
     assert first == [[0, model.state_dict()["0.weight"].tolist(), moments, rate, 1, [5.0] * 3]] * 2
-    again = read_results(launch_ranks.run_ranks(2, "train.py", "again"))
+    again = launch_ranks.read_results(launch_ranks.run_ranks(2, "train.py", "again"))
     assert [result[0] for result in again] == [1, 1]
     assert again[0][2:] == first[0][2:]
 
@@ -149,9 +138,9 @@ def test_resume_option_and_damage_decide_how_a_job_starts(tmp_path: Path) -> Non
     assert_refused(refused, "no node has a checkpoint")
 
     # All ranks die at step 5, the last checkpoint is of step 4.
-    whole = read_results(probe(tmp_path / "whole", "plain"))
+    whole = launch_ranks.read_results(probe(tmp_path / "whole", "plain"))
     assert [done.returncode for done in probe(tmp_path / "parts", "die")] == [9, 9]
-    ends = read_results(probe(tmp_path / "parts", "plain"))
+    ends = launch_ranks.read_results(probe(tmp_path / "parts", "plain"))
     assert [end["hooks"] for end in ends] == [[4], [4]]
     assert [end["weight"] for end in ends] == [end["weight"] for end in whole]
     assert [end["hooks"] for end in whole] == [[], []], "hooks are for starts from a checkpoint"
@@ -166,7 +155,9 @@ def test_resume_option_and_damage_decide_how_a_job_starts(tmp_path: Path) -> Non
     assert sorted(path.name for path in node.iterdir()) == before
 
     kept = list_names()
-    ends = read_results(probe(tmp_path / "parts", "plain", steps=12, ELASTIC_RESUME_RESUME="never"))
+    ends = launch_ranks.read_results(
+        probe(tmp_path / "parts", "plain", steps=12, ELASTIC_RESUME_RESUME="never")
+    )
     assert [end["hooks"] for end in ends] == [[], []]
     old = Catalog(tmp_path / "parts" / "probe.old-1" / "n0", "probe")
     assert sorted(entry.path.name for entry in old.list_valid()) == kept, "moved aside, not pruned"
@@ -196,8 +187,8 @@ def test_resume_refuses_diverged_replicas_and_names_tensor(tmp_path: Path) -> No
 
 def test_resume_on_shared_file_system_reads_other_nodes_checkpoints(tmp_path: Path) -> None:
     """A requeued job may run on other machines. All ranks have the buffers of rank 0, as under DDP."""
-    first = read_results(probe(tmp_path, "plain", nodes=("old0", "old1")))
-    again = read_results(probe(tmp_path, "plain", nodes=("new0", "new1")))
+    first = launch_ranks.read_results(probe(tmp_path, "plain", nodes=("old0", "old1")))
+    again = launch_ranks.read_results(probe(tmp_path, "plain", nodes=("new0", "new1")))
     assert [end["weight"] for end in again] == [end["weight"] for end in first]
     assert [end["mean"] for end in [*first, *again]] == [first[0]["mean"]] * 4
     assert Catalog(tmp_path / "probe" / "new1", "probe").list_valid(read_data=True)
@@ -205,9 +196,9 @@ def test_resume_on_shared_file_system_reads_other_nodes_checkpoints(tmp_path: Pa
 
 def test_node_with_two_ranks_receives_lost_checkpoint_once(tmp_path: Path) -> None:
     """Three ranks, n1 has two: one receives and commits, the other loads from its slot."""
-    first = read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
+    first = launch_ranks.read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
     shutil.rmtree(tmp_path / "probe" / "n1")
-    again = read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
+    again = launch_ranks.read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
     assert [end["weight"] for end in again] == [end["weight"] for end in first]
     resumed = [e for e in events.read_run(tmp_path / "probe") if e["event"] == "resume"][-1]
     assert (resumed["receiving_nodes"], resumed["source_node"]) == (["n1"], "n0")
@@ -218,7 +209,7 @@ def test_node_with_two_ranks_receives_lost_checkpoint_once(tmp_path: Path) -> No
 def test_failing_disk_costs_checkpoints_and_not_training(tmp_path: Path) -> None:
     """For four steps nothing large can be written; the next save works."""
     (done,) = probe(tmp_path, "full-disk", steps=10, nodes=["n0"], EVERY="1000")
-    assert read_results([done])[0]["step"] == 10
+    assert launch_ranks.read_results([done])[0]["step"] == 10
     assert "was not saved" in done.stderr
     assert "Training continues" in done.stderr
     kinds = [(e["event"], e["step"]) for e in events.read_run(tmp_path / "probe") if "commit" in e["event"]]

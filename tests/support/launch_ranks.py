@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
@@ -82,6 +84,26 @@ def run_ranks(
                 process.wait()
         texts = [[output.with_suffix(end).read_text() for end in (".out", ".err")] for output in outputs]
     return [subprocess.CompletedProcess(words, code, *text) for code, text in zip(codes, texts, strict=True)]
+
+
+def read_results(ranks: Iterable[subprocess.CompletedProcess[str]]) -> list[Any]:
+    """Return what each rank printed at its end."""
+    results = []
+    for done in ranks:
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    return results
+
+
+def check_kinds(results: list[dict[str, dict[str, Any]]], count: int) -> None:
+    """Check that every rank has resumed ``count`` kinds of models in their middle, bit for bit."""
+    for rank, kinds in enumerate(results):
+        assert len(kinds) == count
+        for kind, result in kinds.items():
+            assert "error" not in result, f"{kind}, rank {rank}: {result['error']}"
+            assert result["began"] == 3, f"{kind}: not resumed in its middle"
+            assert not result["differ"], f"{kind}, rank {rank}: {result['differ']}"
+            assert result["losses"], f"{kind}, rank {rank}: another loss"
 
 
 def start_rank(output: Path, env: Mapping[str, str], words: list[str]) -> fork_server.AgentProcess:

@@ -413,8 +413,8 @@ class WorkerLink:
         for line in lines:
             if line in {b"restartable", b"unrestartable"}:
                 self.is_restartable = line == b"restartable"
-            elif line.startswith(b"waiting "):
-                self.watch_until = now_s() + float(line.split()[1])
+            elif line.startswith(b"waiting ") and line[8:].replace(b".", b"", 1).isdigit():
+                self.watch_until = now_s() + float(line[8:])
             elif line == b"parked":
                 self.is_parked = True
         self.is_restartable = self.is_restartable and bool(data)

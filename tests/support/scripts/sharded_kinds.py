@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard
 
 import elastic_resume as er
 from elastic_resume import failpoints
+from elastic_resume.errors import ElasticResumeError
 from elastic_resume.state import open_checkpoint, state_dict
 from tests.support.own_supervisor import Supervisor, count_world, use_own_store_per_world
 
@@ -68,11 +69,21 @@ class Net(nn.Module):
 
 
 class Tied(Net):
-    """Both blocks share a weight, so only the whole model is given to fully_shard()."""
+    """Two blocks share a weight, and two heads a bias, of which one rank has no part.
+
+    So only the whole model is given to fully_shard().
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1][0].weight = self.blocks[0][0].weight
+        self.second_head = nn.Linear(WIDTH, 1)
+        self.second_head.bias = self.head.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the number with both heads."""
+        second: Tensor = self.second_head(x)
+        return super().forward(x) + second
 
 
 class Frozen(Net):
@@ -277,7 +288,7 @@ class Script:
 
 def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> dict[str, Any]:
     """Train one kind whole and in parts; return the differences."""
-    seed = 100 * number + int(os.environ["RANK"])
+    seed = int(os.environ["RANK"])
     whole = Script(name, directory, seed)
     whole.train(SAVED, SAVED)
     full = {key: value.full_tensor() for key, value in whole.model.state_dict().items() if key != "calls"}
@@ -306,8 +317,90 @@ def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> 
     }
 
 
+def shard_over_nodes(resume: Callable[..., Any]) -> None:
+    """Shard over all ranks."""
+    resume(fully_shard(Net(), mesh=init_device_mesh("cpu", (4,))))
+
+
+def replicate_whole(resume: Callable[..., Any]) -> None:
+    """Do not shard at all."""
+    model = Net()
+    resume(model).replicate(model)
+
+
+def replicate_late(resume: Callable[..., Any]) -> None:
+    """Shard a model that er.resume() has seen whole."""
+    model = Net()
+    run = resume(model)
+    run.replicate(fully_shard(model, mesh=er.shard_mesh()))
+
+
+def replicate_ignored(resume: Callable[..., Any]) -> None:
+    """Leave a parameter whole."""
+    model = Net()
+    fully_shard(model, mesh=er.shard_mesh(), ignored_params={model.head.bias})
+    resume(model).replicate(model)
+
+
+def replicate_twice(resume: Callable[..., Any]) -> None:
+    """Have FSDP replicate over the nodes too."""
+    model = Net()
+    resume(fully_shard(model, mesh=make_wide_mesh())).replicate(model)
+
+
+def step_on_rank_0(resume: Callable[..., Any]) -> None:
+    """Give the optimizer of rank 0 alone a state, as if it had loaded a checkpoint."""
+    model: Any = Net()
+    fully_shard(model, mesh=er.shard_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    if dist.get_rank() == 0:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    resume(model, optimizer=optimizer)
+
+
+def shard_late(resume: Callable[..., Any]) -> None:
+    """Shard a model that er.resume() has seen whole, and save it."""
+    model = Net()
+    run = resume(model)
+    fully_shard(model, mesh=er.shard_mesh())
+    run.begin_epoch()
+    run.step()
+
+
+REFUSED = {
+    "over nodes": shard_over_nodes,
+    "whole": replicate_whole,
+    "replicated late": replicate_late,
+    "ignored": replicate_ignored,
+    "replicated twice": replicate_twice,
+    "step on rank 0": step_on_rank_0,
+    "late": shard_late,
+}
+
+
+def refuse(name: str, directory: Path) -> str:
+    """Return what a refused script is told; "" if it is not refused."""
+    runs = []
+
+    def resume(model: Any, **more: Any) -> Any:
+        run_id = name.replace(" ", "-")
+        runs.append(er.resume(model=model, ckpt_dir=directory, run_id=run_id, save_every=10**6, **more))
+        return runs[0]
+
+    try:
+        REFUSED[name](resume)
+    except ElasticResumeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        for run in runs:
+            run._release()
+    return ""
+
+
 def main(directory: Path, names: list[str]) -> None:
-    """Train each kind whole and in parts."""
+    """Train each kind whole and in parts; then try what is refused."""
     torch.set_num_threads(1)
     use_own_store_per_world()
     supervisor = Supervisor()
@@ -319,7 +412,10 @@ def main(directory: Path, names: list[str]) -> None:
             results[name] = compare(name, directory, number, supervisor)
         except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
             results[name] = {"error": traceback.format_exc()}
-    print(json.dumps(results))
+    count_world()
+    refused = {name: refuse(name, directory) for name in REFUSED if name in names or not names}
+    print(json.dumps({"kinds": results, "refused": refused}))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -585,3 +585,42 @@ def test_replaced_tensor_is_never_stored_with_old_value(
         state = expected(run)
         assert is_complete(run)
         assert_held(run, number, state)
+
+
+def test_snapshot_stays_announced_until_it_has_a_slot(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local rank that ends the step meanwhile must take its part; without snapshots for their own sake."""
+    objects = linear()
+    run = begin(**objects, snapshot_every="off", save_every=1)
+    scheduler, announced = run._snapshot_scheduler, list[int]()
+    scheduler.needs_all_local_ranks = True
+    control = run._committer_connection.slot_client.control_block
+
+    def note(name: str, *_: Any) -> None:
+        if name == "snapshot.started":
+            announced.append(control.get("next_snapshot_step"))
+
+    monkeypatch.setattr(failpoints, "hit", note)
+    for _ in range(2):
+        step(objects)
+        run.step()
+    assert announced == [2]
+    assert control.get("next_snapshot_step") > 2
+
+
+def test_save_that_a_local_rank_missed_is_not_taken_for_the_one_before(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end state is then saved again. With a sharded model no rank can save it alone."""
+    objects = linear()
+    run = begin(**objects)
+    scheduler = run._snapshot_scheduler
+    scheduler.needs_all_local_ranks = True
+    for is_missed in (False, True):
+        step(objects)
+        run.step()
+        if is_missed:
+            monkeypatch.setattr(scheduler, "_ensure_snapshot", lambda *_, **__: False)
+        assert (run.save() is None) == is_missed
+        assert scheduler.has_committed(run.position) != is_missed

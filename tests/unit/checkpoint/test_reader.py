@@ -50,7 +50,7 @@ from tests.support.checkpoint_samples import (
 )
 
 STATE, MANIFEST = constants.STATE_FILE, constants.MANIFEST_FILE
-NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
+NEWER = b'{"kind":"elastic_resume checkpoint","format":3,"all":["new"]}'
 
 
 @given(st.integers(0, 10**15), st.integers(0, 10**15))
@@ -390,8 +390,16 @@ def test_newer_format_is_recognised_by_its_number(tmp_path: Path) -> None:
     """Other fields and digests may differ."""
     path = save_checkpoint(tmp_path)
     (path / MANIFEST).write_bytes(NEWER)
-    with pytest.raises(NewerFormatError, match=r"format 2; .* upgrade it"):
+    with pytest.raises(NewerFormatError, match=r"format 3; .* upgrade it"):
         quick_check(path, RUN)
+
+
+def test_format_1_is_read_and_no_longer_written(tmp_path: Path) -> None:
+    """Format 1. Its readers take a sharded tensor for damage, so they must see another number."""
+    path = save_checkpoint(tmp_path)
+    assert b'"format":1' not in (path / MANIFEST).read_bytes()
+    resigned(path, format=1)
+    assert quick_check(path, RUN) == deep_check(path, RUN)
 
 
 def test_other_run_or_renamed_directory_is_foreign(tmp_path: Path) -> None:

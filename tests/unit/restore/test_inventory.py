@@ -31,7 +31,7 @@ from elastic_resume.restore.sources import list_sources, take_inventory
 from elastic_resume.slots.progress_page import ProgressPage
 from tests.support.checkpoint_samples import RUN, flip_bits, save_checkpoint
 
-NEWER = '{"kind":"elastic_resume checkpoint","format":2}'
+NEWER = '{"kind":"elastic_resume checkpoint","format":3}'
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_inventory_quarantines_checkpoint_without_state_file(node: Path) -> None
 def test_newer_format_stops_job_and_stays_in_place(node: Path) -> None:
     """The older checkpoint is not restored instead."""
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
-    with pytest.raises(NoValidCheckpointError, match=r"format 2.*Upgrade"):
+    with pytest.raises(NoValidCheckpointError, match=r"format 3.*Upgrade"):
         plan_resume(node)
     assert (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).read_text() == NEWER
     assert not (node / constants.QUARANTINE_DIR).exists()

@@ -43,6 +43,17 @@ def trained(seed: int = 0) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
+def test_name_of_a_shard_is_refused_for_a_tensor() -> None:
+    """A checkpoint would hold two tensors of one name. Other names may contain the sign."""
+    for name, is_refused in (("w@1of2", True), ("w@1of2.b", False), ("w@b", False)):
+        tracked = state_dict.collect_objects({"average": {name: torch.ones(2)}})
+        if is_refused:
+            with pytest.raises(UntrackableError, match=f"average/{name}: rename it"):
+                state_dict.flatten(tracked)
+        else:
+            assert state_dict.flatten(tracked).leaves[0].name == f"average/{name}"
+
+
 def test_model_optimizer_and_scheduler_are_restored_bit_for_bit() -> None:
     """After loading, one more step gives the same weights."""
     first, second = trained(0), trained(1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import closing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.agent.workers import launcher_shim, supervisor
+from elastic_resume.agent.workers import launcher_shim, supervisor, worker_request
 
 
 @pytest.mark.parametrize("number", [*signal.valid_signals()])
@@ -28,3 +29,19 @@ def test_signals_have_their_standard_names(number: int) -> None:
 def test_requests_are_json(value: dict[str, object]) -> None:
     """Whatever text a request contains."""
     assert json.loads(launcher_shim.encode_json(value)) == value
+
+
+def test_supervisor_ignores_messages_that_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the supervisor would end the worker."""
+    monkeypatch.setenv(worker_request.ENV_PARKED, "test")
+    link = supervisor.WorkerLink()
+    assert link.socket is not None
+    assert link._worker_end is not None
+    with closing(link.socket), closing(link._worker_end) as worker_end:
+        worker_end.sendall(b"waiting \nwaiting soon\nwaiting nan\nwaiting -1\n\xff\n\n")
+        assert link.receive()
+        assert (link.watch_until, link.is_parked) == (0.0, False)
+        worker_end.sendall(b"waiting 2.5\nparked\n")
+        assert link.receive()
+        assert link.watch_until > 0
+        assert link.is_parked
