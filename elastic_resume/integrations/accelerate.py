@@ -115,7 +115,10 @@ def prepare(
     """
     worker_exit.install_startup_hook()  # `resume` replaces it; errors before it are reported too
     _check_accelerator(accelerator, data)
-    model, optimizer = (_map(accelerator.prepare, item) for item in (model, optimizer))
+    if accelerator.is_fsdp2:  # it replaces the optimizer's parameters, so it needs both at once
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer = (_map(accelerator.prepare, item) for item in (model, optimizer))
     if scheduler is not None:
         scheduler = _map(accelerator.prepare, scheduler)
         for wrapper in _values(scheduler):
@@ -215,7 +218,7 @@ def _refuse_our_loader(
 def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
     """Raise ConfigError for what cannot be restored, or would train on other gradients."""
     kind = accelerator.distributed_type.name
-    if not (kind == "NO" or kind.startswith("MULTI_")) or accelerator.parallelism_config is not None:
+    if not (kind == "NO" or kind == "FSDP" or kind.startswith("MULTI_")):
         name = "a parallelism_config" if accelerator.parallelism_config is not None else kind
         raise ConfigError(
             f"the accelerator uses {name}, and elastic_resume needs a whole replica on each rank: it works "
