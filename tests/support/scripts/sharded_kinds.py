@@ -2,7 +2,7 @@
 
 The ranks are two nodes of two. Each rank trains each kind for six steps and saves at the third. It then
 builds everything again from other seeds, resumes, and trains the other three. It prints what differs at the
-end, for tests/integration/test_sharded.py.
+end, and the errors of models that are refused, for tests/integration/test_sharded.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import elastic_resume as er
+from elastic_resume.errors import ElasticResumeError
 from elastic_resume.state import open_checkpoint, state_dict
 
 SAVED, END = 3, 6
@@ -144,6 +150,7 @@ KINDS = {
     "compiled": Kind(prepare=compile_blocks),
     "own factor": Kind(prepare=scale_gradients),
     "accumulated": Kind(micro_batch=2),
+    "offloaded": Kind(how={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "mesh of two dimensions": Kind(mesh=make_wide_mesh),
     "mesh of three dimensions": Kind(mesh=make_deep_mesh),
 }
@@ -234,6 +241,49 @@ def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def shard_over_nodes(model: nn.Module) -> None:
+    """Let two nodes hold one replica."""
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))["shard"])
+
+
+def use_tensor_parallel(model: nn.Module) -> None:
+    """Divide a weight over the ranks of the node in a dimension of tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    placements = [Replicate(), Shard(0), Shard(0)]
+    for name, value in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(value.detach(), mesh, placements)))
+
+
+def ignore_bias(model: nn.Module) -> None:
+    """Leave out one parameter, whose gradients nothing averages."""
+    fully_shard(model, mesh=make_wide_mesh(), ignored_params={model.get_parameter("bias")})
+
+
+REFUSED = {
+    "shards over nodes": shard_over_nodes,
+    "tensor parallelism": use_tensor_parallel,
+    "FSDP1": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    "ignored parameter": ignore_bias,
+}
+
+
+def refuse(name: str, directory: Path) -> str:
+    """Train one step with a model that is refused; return the error."""
+    model: Any = nn.Linear(WIDTH, WIDTH)
+    model = REFUSED[name](model) or model
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        run = er.resume(
+            model=model, optimizer=optimizer, ckpt_dir=directory, run_id=name.replace(" ", "-")
+        )
+        model(torch.full((1, WIDTH), float(run.rank))).square().mean().backward()
+        optimizer.step()
+        run.step()
+    except ElasticResumeError as error:
+        return str(error)
+    return ""
+
+
 def main(directory: Path, names: list[str]) -> None:
     """Train each kind whole and in two parts."""
     torch.set_num_threads(1)
@@ -243,6 +293,7 @@ def main(directory: Path, names: list[str]) -> None:
             results[name] = compare(name, directory, int(os.environ["RANK"]))
         except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
             results[name] = {"error": traceback.format_exc()}
+    results["refused"] = {} if names else {name: refuse(name, directory) for name in REFUSED}
     print(json.dumps(results))
     dist.destroy_process_group()
 
