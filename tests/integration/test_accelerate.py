@@ -264,6 +264,7 @@ def make_accelerator(**attributes: Any) -> Any:
 
     kinds = {
         "distributed_type": DistributedType.NO,
+        "is_fsdp2": False,
         "parallelism_config": None,
         "num_processes": 1,
         "mixed_precision": "no",
@@ -278,20 +279,26 @@ def make_accelerator(**attributes: Any) -> Any:
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        *[({"kind": kind}, f"uses {kind}") for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")],
-        ({"parallelism_config": object()}, "uses a parallelism_config"),
+        *[({"kind": kind}, f"uses {kind}") for kind in ("DEEPSPEED", "MEGATRON_LM", "XLA")],
+        ({"kind": "FSDP"}, "uses FSDP1"),
+        ({"degrees": {"tp_size": 2}}, "tp_size=2"),
+        ({"degrees": {"cp_size": 2, "dp_shard_size": 2}, "kind": "FSDP", "is_fsdp2": True}, "cp_size=2"),
+        ({"degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}}, "only with an fsdp_plugin"),
         ({"mixed_precision": "fp8"}, "fp8"),
         ({"comm_hook": "POWER_SGD"}, "PowerSGD"),
     ],
 )
 def test_unsupported_accelerator_is_refused_by_name(attributes: dict[str, Any], message: str) -> None:
     """Before anything is prepared."""
-    from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: PLC0415  seconds
+    from accelerate import ParallelismConfig  # noqa: PLC0415  seconds
+    from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: PLC0415
 
     from elastic_resume.integrations.accelerate import prepare  # noqa: PLC0415  needs accelerate
 
     if "kind" in attributes:
-        attributes = {"distributed_type": DistributedType[attributes["kind"]]}
+        attributes = {**attributes, "distributed_type": DistributedType[attributes["kind"]]}
+    if "degrees" in attributes:
+        attributes = {**attributes, "parallelism_config": ParallelismConfig(**attributes["degrees"])}
     if "comm_hook" in attributes:
         hook = DDPCommunicationHookType[attributes["comm_hook"]]
         attributes = {"ddp_handler": SimpleNamespace(comm_hook=hook)}
