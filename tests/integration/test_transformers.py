@@ -118,7 +118,7 @@ def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
 def test_sharded_model_survives_worker_and_node(tmp_path: Path) -> None:
     """FSDP2 by the Trainer on two nodes of two ranks: a worker dies, then a node, which comes back empty."""
     undisturbed = JOB.run(tmp_path, "sharded", nodes=2)
-    killed = JOB.run(tmp_path, "sharded", "in_save@6:1", "on_optimizer_step@9:2:node", nodes=2)
+    killed = JOB.run(tmp_path, "sharded", "in_save@3:1", "on_optimizer_step@4:2:node", nodes=2)
     assert_same(killed, undisturbed, ranks=4)
 
 
