@@ -97,8 +97,9 @@ def prepare(
     """Prepare by the accelerator, then restore the newest state. Replaces ``accelerator.prepare``.
 
     Args:
-        accelerator: for DDP, FSDP2 or a single process. Its mixed precision, trackers and DDP arguments are kept.
-        model: a module, or a dict of several; prepared or not.
+        accelerator: for DDP, FSDP2 or a single process. Its mixed precision, trackers and arguments for both
+            are kept.
+        model: a module, or a dict of several; prepared or not. With FSDP2 one module and one optimizer.
         optimizer: an optimizer, or a dict of several.
         data: a `GlobalBatches`, or the DataLoader around one or around an `ElasticSampler`. The loader is not
             prepared: move each batch to ``accelerator.device``.
@@ -108,8 +109,8 @@ def prepare(
         **options: further arguments of `er.resume`.
 
     Raises:
-        ConfigError: no node would hold the whole state, or the accelerator divides the loader, or accumulates gradients without
-            ``micro_batch=``; or an argument of `er.resume` is wrong.
+        ConfigError: no node would hold the whole state, or the accelerator divides the loader or accumulates
+            gradients without ``micro_batch=``; or an argument of `er.resume` is wrong.
         ElasticResumeError: see `er.resume`.
 
     """

@@ -167,8 +167,8 @@ def _describe_difference(
         )
     elif is_sharded:
         cause = (
-            "The model is sharded, and this value is not: FSDP averages no gradients of a parameter outside of "
-            "it. Call fully_shard() on the whole model too, without ignored_params."
+            "The model is sharded, and this value is not: FSDP averages the gradients only of parameters "
+            "that it shards. Call fully_shard() on the whole model too, without ignored_params."
         )
     elif not has_ddp:
         cause = (

@@ -20,8 +20,8 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.shards import Shards
 from elastic_resume.errors import MismatchError, UntrackableError
 
-# Names of dimensions of a mesh whose ranks read the same samples. torchtitan and Accelerate use these.
-NOT_DATA_PARALLEL = {"tp", "pp", "cp", "sp", "ep"}
+# What torchtitan and Accelerate call the dimensions of a mesh whose ranks read the same samples.
+NOT_DATA_PARALLEL = {"tp", "cp", "sp", "ep"}
 
 
 def is_dtensor(value: Any) -> bool:
@@ -43,8 +43,8 @@ def find_own_shard(tensor: Any, path: str) -> tuple[Shards, int]:
     """Return how a DTensor is divided, and the index of this rank's shard. ``path`` is for errors.
 
     Raises:
-        UntrackableError: it is divided in more than one way, or unevenly, or not at all, or its mesh has ranks
-            that work on the same samples.
+        UntrackableError: it is divided in more than one way, or unevenly, or not at all, or ranks of its mesh
+            read the same samples.
 
     """
     mesh = tensor.device_mesh
@@ -56,8 +56,7 @@ def find_own_shard(tensor: Any, path: str) -> tuple[Shards, int]:
         raise UntrackableError(
             f"{path}: a DTensor with the placements {tensor.placements} on the mesh {mesh} cannot be stored. "
             "Track those that fully_shard() divides over the ranks of a node and replicates over the nodes; "
-            "keep other tensors plain. Set the degrees of tensor, pipeline, context and expert parallelism to "
-            "1."
+            "keep other tensors plain. Tensor, context and expert parallelism must have degree 1."
         )
     (mesh_dim,) = wide or divided[:1]  # without a wide dimension the only shard is the whole tensor
     dim = tensor.placements[mesh_dim].dim % tensor.dim()

@@ -177,7 +177,7 @@ def test_sharded_job_survives_worker_and_node(tmp_path: Path) -> None:
                 hold = cluster.failpoints.arm("job.forward=wait", step=9, rank=0)
             cluster.start(SCRIPT, str(log), "sharded", "accumulate")
             if log.parent.name == "killed":
-                cluster.wait(lambda: cluster.failpoints.is_waiting(hold), "step 9")
+                cluster.wait(functools.partial(cluster.failpoints.is_waiting, hold), "step 9")
                 assert cluster.failpoints.read_fired(killed)
                 cluster.kill_node(1)
                 cluster.start_node(1)

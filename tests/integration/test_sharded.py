@@ -28,9 +28,9 @@ FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 STEPS = 20
 REFUSED = {
     "shards over nodes": "it is sharded over the ranks",
-    "tensor parallelism": "Set the degrees of tensor, pipeline, context and expert parallelism to 1",
+    "tensor parallelism": "Tensor, context and expert parallelism must have degree 1",
     "FSDP1": "it is in FullyShardedDataParallel (FSDP1)",
-    "ignored parameter": "FSDP averages no gradients of a parameter outside of it",
+    "ignored parameter": "FSDP averages the gradients only of parameters that it shards",
 }
 
 

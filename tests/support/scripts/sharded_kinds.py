@@ -273,9 +273,7 @@ def refuse(name: str, directory: Path) -> str:
     model = REFUSED[name](model) or model
     optimizer = torch.optim.AdamW(model.parameters())
     try:
-        run = er.resume(
-            model=model, optimizer=optimizer, ckpt_dir=directory, run_id=name.replace(" ", "-")
-        )
+        run = er.resume(model=model, optimizer=optimizer, ckpt_dir=directory, run_id=name.replace(" ", "-"))
         model(torch.full((1, WIDTH), float(run.rank))).square().mean().backward()
         optimizer.step()
         run.step()
