@@ -167,8 +167,9 @@ def _describe_difference(
         )
     elif is_sharded:
         cause = (
-            "The model is sharded, and this value is not: FSDP averages the gradients only of parameters "
-            "that it shards. Call fully_shard() on the whole model too, without ignored_params."
+            "FSDP averages no gradients of parameters that it does not shard. If this is one, call "
+            "fully_shard() on the whole model too, without ignored_params. If not, look for something that "
+            "one rank alone does, such as a scheduler that follows a rank's own loss."
         )
     elif not has_ddp:
         cause = (

@@ -30,7 +30,7 @@ REFUSED = {
     "shards over nodes": "it is sharded over the ranks",
     "tensor parallelism": "Tensor, context and expert parallelism must have degree 1",
     "FSDP1": "it is in FullyShardedDataParallel (FSDP1)",
-    "ignored parameter": "FSDP averages the gradients only of parameters that it shards",
+    "ignored parameter": "call fully_shard() on the whole model too, without ignored_params",
 }
 
 
