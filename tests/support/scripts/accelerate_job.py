@@ -21,6 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
@@ -28,7 +29,6 @@ from elastic_resume import failpoints
 from elastic_resume.agent.workers import run_main
 from elastic_resume.integrations.accelerate import prepare
 from elastic_resume.state import state_dict
-from elastic_resume.state.sharded import is_dtensor
 from tests.support.scripts import fsdp_on_cpus
 
 # The last step has two samples: fewer than ranks.
@@ -51,7 +51,7 @@ class Stopper:
         if loss < self.best_loss - MARGIN:
             self.best_loss, self.bad = loss, 0
             for name, value in model.state_dict().items():
-                self.weights[name].copy_(value.full_tensor() if is_dtensor(value) else value)
+                self.weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
         else:
             self.bad += 1
             self.is_over = self.bad > PATIENCE

@@ -23,8 +23,8 @@ def allow() -> None:
     AcceleratorState.__init__ = with_fsdp
 
 
-def shard_over_each_node(**more: int) -> ParallelismConfig:
+def shard_over_each_node() -> ParallelismConfig:
     """Return the degrees of a model that is sharded over the ranks of each node."""
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // ranks
-    return ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=ranks, **more)
+    return ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=ranks)
