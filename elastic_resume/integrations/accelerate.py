@@ -97,8 +97,9 @@ def prepare(
     """Prepare by the accelerator, then restore the newest state. Replaces ``accelerator.prepare``.
 
     Args:
-        accelerator: for DDP or a single process. Its mixed precision, trackers and DDP arguments are kept.
-        model: a module, or a dict of several; prepared or not.
+        accelerator: for DDP, FSDP2 or a single process. Its mixed precision, trackers and arguments for both
+            are kept.
+        model: a module, or a dict of several; prepared or not. With FSDP2 one module and one optimizer.
         optimizer: an optimizer, or a dict of several.
         data: a `GlobalBatches`, or the DataLoader around one or around an `ElasticSampler`. The loader is not
             prepared: move each batch to ``accelerator.device``.
@@ -108,14 +109,19 @@ def prepare(
         **options: further arguments of `er.resume`.
 
     Raises:
-        ConfigError: the accelerator shards the state, divides the loader, or accumulates gradients without
-            ``micro_batch=``; or an argument of `er.resume` is wrong.
+        ConfigError: no node would hold the whole state, or the accelerator divides the loader or accumulates
+            gradients without ``micro_batch=``; or an argument of `er.resume` is wrong.
         ElasticResumeError: see `er.resume`.
 
     """
     worker_exit.install_startup_hook()  # `resume` replaces it; errors before it are reported too
     _check_accelerator(accelerator, data)
-    model, optimizer = (_map(accelerator.prepare, item) for item in (model, optimizer))
+    if accelerator.is_fsdp2:  # it replaces the optimizer's parameters, so it needs both at once
+        if type(model) is dict or type(optimizer) is dict:
+            raise ConfigError("Accelerate shards one model: pass a module and an optimizer, and no dicts.")
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer = (_map(accelerator.prepare, item) for item in (model, optimizer))
     if scheduler is not None:
         scheduler = _map(accelerator.prepare, scheduler)
         for wrapper in _values(scheduler):
@@ -214,13 +220,19 @@ def _refuse_our_loader(
 
 def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
     """Raise ConfigError for what cannot be restored, or would train on other gradients."""
-    kind = accelerator.distributed_type.name
-    if not (kind == "NO" or kind.startswith("MULTI_")) or accelerator.parallelism_config is not None:
-        name = "a parallelism_config" if accelerator.parallelism_config is not None else kind
+    kind, degrees = accelerator.distributed_type.name, accelerator.parallelism_config
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        kind = "FSDP1"
+    if kind not in {"NO", "FSDP"} and not kind.startswith("MULTI_"):
         raise ConfigError(
-            f"the accelerator uses {name}, and elastic_resume needs a whole replica on each rank: it works "
-            "with Accelerate's DDP and with a single process. FSDP, DeepSpeed, Megatron-LM, XLA, tensor and "
-            "context parallelism are not supported."
+            f"the accelerator uses {kind}, and elastic_resume needs a whole replica on each node: it works "
+            "with Accelerate's DDP, with FSDP2 and with a single process."
+        )
+    if degrees is not None and (degrees.non_data_parallel_size > 1 or kind != "FSDP"):
+        raise ConfigError(
+            f"the accelerator has {' '.join(str(degrees).split())}. elastic_resume works with dp_shard_size "
+            "and dp_replicate_size alone, the ranks of a node and the number of nodes, and only with an "
+            "fsdp_plugin with fsdp_version=2, which Accelerate ignores on CPUs. For DDP leave it out."
         )
     processes = batch_size.read_rank_and_world_size()[1]
     if accelerator.num_processes != processes:

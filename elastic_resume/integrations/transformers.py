@@ -223,12 +223,16 @@ class ElasticTrainer(Trainer):
                 "leave out gradient_accumulation_steps. It follows from elastic_global_batch, the number of "
                 "ranks and per_device_train_batch_size"
             )
+        is_fsdp2, degrees = self.accelerator.is_fsdp2, self.accelerator.parallelism_config
         if (
-            (self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_fsdp_xla_enabled)
+            (self.is_deepspeed_enabled or self.is_fsdp_xla_enabled or (self.is_fsdp_enabled and not is_fsdp2))
             or getattr(self, "is_distributed_loading_by_transformers", False)
-            or getattr(args, "parallelism_config", None) is not None
+            or (degrees is not None and (degrees.non_data_parallel_size > 1 or not is_fsdp2))
         ):
-            yield "the model is divided among ranks (DeepSpeed, FSDP, tensor or context parallel)"
+            yield (
+                "the model is divided among ranks, and not by FSDP2 over the ranks of each node (DeepSpeed, "
+                "FSDP1, tensor or context parallel, a parallelism_config without FSDP)"
+            )
         if (ranks := read_rank_and_world_size()[1]) != args.world_size:
             yield (
                 f"the Trainer works with {args.world_size} of {ranks} ranks, so each would train alone. On "
@@ -330,7 +334,8 @@ class ElasticTrainer(Trainer):
             **{**options, "track": {**(options.get("track") or {}), **tracked}},
         )
         self._elastic_continue_loggers(start.nanoseconds)
-        run.ddp(self.model_wrapped)  # it is wrapped; this restores the bucket order
+        if not self.is_fsdp_enabled:
+            run.ddp(self.model_wrapped)  # it is wrapped; this restores the bucket order
         # An attribute of the object, so that a subclass's own compute_loss() is weighted too.
         plain: Callable[..., Any] = self.compute_loss
         self.__dict__["compute_loss"] = functools.partial(self._elastic_compute_loss, plain)

@@ -168,6 +168,13 @@ def restore(
 
 def _check_shards(context: RankContext, tracked: Mapping[str, Any]) -> None:
     """Raise UntrackableError unless the ranks of each node hold the whole model together."""
+    for name, item in tracked.items():
+        modules = item.modules() if isinstance(item, nn.Module) else ()
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+            raise UntrackableError(
+                f"{name}: it is in FullyShardedDataParallel (FSDP1), whose shards cannot be read. "
+                "Use fully_shard() (FSDP2), with mesh=er.shard_mesh()."
+            )
     own_ranks = [rank for rank, node in enumerate(context.node_by_rank) if node == context.node]
     for name, tensor in load_objects.iter_live_tensors(tracked):
         if not dtensors.is_dtensor(tensor):
@@ -332,7 +339,7 @@ def _broadcast_first_state(context: RankContext, flat: FlatState, tracked: Mappi
         raise MismatchError(
             f"the ranks built different objects: {order_texts.get(difference.name, 'the model')} "
             f"({difference.name}) differs on {difference.ranks_text}. Give every rank the same arguments. "
-            "GlobalBatches gives each rank its own share by itself."
+            "GlobalBatches gives each rank its own share by itself. Stages of a pipeline are not supported."
         )
     others = {
         name: item

@@ -20,7 +20,7 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.shards import shard_index
 from elastic_resume.errors import DivergenceError
 from elastic_resume.ranks.rank_context import RankContext
-from elastic_resume.state import state_dict
+from elastic_resume.state import dtensors, load_objects, state_dict
 from elastic_resume.state.open_checkpoint import iter_leaves
 from elastic_resume.state.state_dict import BUFFER, EMA_NAME, REPLICATED, SCRIPT_OWNED, Leaf
 
@@ -147,10 +147,14 @@ class FirstStepsCheck:
             self._context, lambda: _digest_replicated_state(self._tracked, sample=True)
         )
         if difference is not None:
-            raise _describe_difference(difference, step, has_ddp=has_ddp)
+            tensors = load_objects.iter_live_tensors(self._tracked)
+            is_sharded = any(dtensors.is_dtensor(tensor) for _, tensor in tensors)
+            raise _describe_difference(difference, step, has_ddp=has_ddp, is_sharded=is_sharded)
 
 
-def _describe_difference(difference: RankDifference, step: int, *, has_ddp: bool = True) -> DivergenceError:
+def _describe_difference(
+    difference: RankDifference, step: int, *, has_ddp: bool = True, is_sharded: bool = False
+) -> DivergenceError:
     cause = (
         "Look for something that one rank alone does: weights changed outside optimizer.step(), parameters "
         "outside of the module in DDP, a backward pass that bypasses the DDP module or stays in no_sync(), "
@@ -160,6 +164,12 @@ def _describe_difference(difference: RankDifference, step: int, *, has_ddp: bool
         cause = (
             "The model is sharded, and each node trains a model of its own: call run.replicate(model) after "
             "er.resume(), unless its mesh has a dimension for the nodes."
+        )
+    elif is_sharded:
+        cause = (
+            "FSDP averages no gradients of parameters that it does not shard. If this is one, call "
+            "fully_shard() on the whole model too, without ignored_params. If not, look for something that "
+            "one rank alone does, such as a scheduler that follows a rank's own loss."
         )
     elif not has_ddp:
         cause = (

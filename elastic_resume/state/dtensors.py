@@ -20,6 +20,9 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.shards import Shards
 from elastic_resume.errors import MismatchError, UntrackableError
 
+# What torchtitan and Accelerate call the dimensions of a mesh whose ranks read the same samples.
+NOT_DATA_PARALLEL = {"tp", "cp", "sp", "ep"}
+
 
 def is_dtensor(value: Any) -> bool:
     """Return whether ``value`` is a DTensor, without the import of its module, which takes a second."""
@@ -40,23 +43,20 @@ def find_own_shard(tensor: Any, path: str) -> tuple[Shards, int]:
     """Return how a DTensor is divided, and the index of this rank's shard. ``path`` is for errors.
 
     Raises:
-        UntrackableError: it is divided in more than one way, or unevenly, or not at all.
+        UntrackableError: it is divided in more than one way, or unevenly, or not at all, or ranks of its mesh
+            read the same samples.
 
     """
     mesh = tensor.device_mesh
     kinds = {type(placement).__name__ for placement in tensor.placements}
     divided = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
-    if not divided or kinds - {"Shard", "Replicate"}:
-        raise UntrackableError(
-            f"{path}: a DTensor with the placements {tensor.placements} cannot be stored. Track those that "
-            "fully_shard() makes, with Shard and Replicate placements; keep other tensors plain."
-        )
     wide = [dim for dim in divided if mesh.size(dim) > 1]
-    if len(wide) > 1:
+    names = [name for dim, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(dim) > 1]
+    if not divided or kinds - {"Shard", "Replicate"} or len(wide) > 1 or NOT_DATA_PARALLEL & {*names}:
         raise UntrackableError(
-            f"{path}: it is divided over {len(wide)} dimensions of its mesh {mesh}, and one is supported: "
-            "shard over the ranks of a node, and replicate over the nodes. Set the degrees of tensor, "
-            "pipeline, context and expert parallelism to 1."
+            f"{path}: a DTensor with the placements {tensor.placements} on the mesh {mesh} cannot be stored. "
+            "Track those that fully_shard() divides over the ranks of a node and replicates over the nodes; "
+            "keep other tensors plain. Tensor, context and expert parallelism must have degree 1."
         )
     (mesh_dim,) = wide or divided[:1]  # without a wide dimension the only shard is the whole tensor
     dim = tensor.placements[mesh_dim].dim % tensor.dim()

@@ -50,6 +50,8 @@ NOT_RUN = (
     ("docs/guides/testing.md", "python", "integration/test_pytest_plugin.py runs these blocks"),
     (r"^python train\.py\ntorchrun ", "sh", "test_examples.py continues one run by all three launchers"),
     (r"\+class MyTrainer\(", "diff", "the file train.py below it is its right side"),
+    (r"dp_replicate_size=", "python", "needs GPUs; integration/test_accelerate.py and test_transformers.py"),
+    (r"\(BaseDataLoader\)", "python", "needs torchtitan"),
     (r"assert_same_run\(", "python", "integration/test_equivalence.py runs it, for a minute"),
     ("sbatch |srun |scontrol |scancel |squeue ", "sh", "needs Slurm; system/slurm runs the script"),
     ("kubectl |docker ", "sh", "needs a cluster or an image; system/kubernetes runs the Job"),

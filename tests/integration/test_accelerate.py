@@ -21,13 +21,14 @@ import pytest
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import Cluster, Fault, assert_same_run
 from tests.support import launch_ranks
-from tests.support.paths import ROOT, SCRIPTS
+from tests.support.paths import ROOT, SCRIPTS, preload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT, MISUSE = SCRIPTS / "accelerate_job.py", SCRIPTS / "accelerate_misuse.py"
 BEFORE, EXAMPLE = (ROOT / "examples" / f"accelerate_digits{end}.py" for end in ("_before", ""))
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
+PRELOAD = preload("accelerate", "torch.distributed.fsdp")
 SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 
 # Place in the loop, step and rank of the worker that is killed there. The job evaluates in steps 4, 8, … and
@@ -101,7 +102,7 @@ def run_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return run
 
 
-def compare(disturbed: Path, whole: Path, resumed: list[dict[str, Any]]) -> None:
+def compare(disturbed: Path, whole: Path, resumed: list[dict[str, Any]], ranks: int = 3) -> None:
     """Check that every record equals the undisturbed run's, those of repeated steps too.
 
     If a rank is stopped after a step's last all-reduce, the others may finish the step, and the job resumes
@@ -113,12 +114,12 @@ def compare(disturbed: Path, whole: Path, resumed: list[dict[str, Any]]) -> None
     for kind, step, rank in expected.keys() - records.keys():
         missing[step if kind == "epoch" else step + 1].add(rank)
     assert missing.keys() <= {event["step"] for event in resumed}, missing
-    assert all(len(ranks) < 3 for ranks in missing.values()), missing
+    assert all(len(lacking) < ranks for lacking in missing.values()), missing
     for place, entries in records.items():
         (undisturbed,) = expected[place]
         assert entries == [undisturbed] * len(entries), place
     assert ends_of(disturbed) == ends_of(whole)
-    assert len(ends_of(whole)) == 3
+    assert len(ends_of(whole)) == ranks
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids="-".join)
@@ -162,6 +163,29 @@ def test_job_killed_at_every_place_equals_undisturbed_job(
     assert [event["generation"] for event in resumed] == list(range(1, len(kills) + 4))
     assert all(event["kind"] == "resumed" for event in resumed[1:])
     compare(log, whole, resumed)
+
+
+def test_sharded_job_survives_worker_and_node(tmp_path: Path) -> None:
+    """FSDP2 by Accelerate on two nodes of two ranks: a worker dies, then a node, which comes back empty."""
+    logs = [tmp_path / name / "log" for name in ("undisturbed", "killed")]
+    for log in logs:
+        log.mkdir(parents=True)
+        settings: Any = {"nodes": 2, "min_nodes": 2, "workers_per_node": 2, "flags": FLAGS, "env": PRELOAD}
+        with Cluster(log.parent, **settings) as cluster:
+            if log.parent.name == "killed":
+                killed = cluster.failpoints.arm("job.evaluation=kill", step=4, rank=1)
+                hold = cluster.failpoints.arm("job.forward=wait", step=9, rank=0)
+            cluster.start(SCRIPT, str(log), "sharded", "accumulate")
+            if log.parent.name == "killed":
+                cluster.wait(functools.partial(cluster.failpoints.is_waiting, hold), "step 9")
+                assert cluster.failpoints.read_fired(killed)
+                cluster.kill_node(1)
+                cluster.start_node(1)
+            assert cluster.wait_exit() == [0, 0], cluster.output_tails()
+            resumed = cluster.events("resume")
+            assert cluster.lost_steps == 0
+    assert [event["kind"] for event in resumed[1:]] == ["resumed"] * 2
+    compare(logs[1], logs[0], resumed, ranks=4)
 
 
 def steps_of(log: Records) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -240,6 +264,7 @@ def make_accelerator(**attributes: Any) -> Any:
 
     kinds = {
         "distributed_type": DistributedType.NO,
+        "is_fsdp2": False,
         "parallelism_config": None,
         "num_processes": 1,
         "mixed_precision": "no",
@@ -254,20 +279,26 @@ def make_accelerator(**attributes: Any) -> Any:
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        *[({"kind": kind}, f"uses {kind}") for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")],
-        ({"parallelism_config": object()}, "uses a parallelism_config"),
+        *[({"kind": kind}, f"uses {kind}") for kind in ("DEEPSPEED", "MEGATRON_LM", "XLA")],
+        ({"kind": "FSDP"}, "uses FSDP1"),
+        ({"degrees": {"tp_size": 2}}, "tp_size=2"),
+        ({"degrees": {"cp_size": 2, "dp_shard_size": 2}, "kind": "FSDP", "is_fsdp2": True}, "cp_size=2"),
+        ({"degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}}, "only with an fsdp_plugin"),
         ({"mixed_precision": "fp8"}, "fp8"),
         ({"comm_hook": "POWER_SGD"}, "PowerSGD"),
     ],
 )
 def test_unsupported_accelerator_is_refused_by_name(attributes: dict[str, Any], message: str) -> None:
     """Before anything is prepared."""
-    from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: PLC0415  seconds
+    from accelerate import ParallelismConfig  # noqa: PLC0415  seconds
+    from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: PLC0415
 
     from elastic_resume.integrations.accelerate import prepare  # noqa: PLC0415  needs accelerate
 
     if "kind" in attributes:
-        attributes = {"distributed_type": DistributedType[attributes["kind"]]}
+        attributes = {**attributes, "distributed_type": DistributedType[attributes["kind"]]}
+    if "degrees" in attributes:
+        attributes = {**attributes, "parallelism_config": ParallelismConfig(**attributes["degrees"])}
     if "comm_hook" in attributes:
         hook = DDPCommunicationHookType[attributes["comm_hook"]]
         attributes = {"ddp_handler": SimpleNamespace(comm_hook=hook)}

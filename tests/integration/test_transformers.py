@@ -82,13 +82,13 @@ CASES = {
 JOB = LibraryJob(SCRIPT, PRELOAD)
 
 
-def assert_same(killed: JobRecords, undisturbed: JobRecords) -> None:
+def assert_same(killed: JobRecords, undisturbed: JobRecords, ranks: int = 2) -> None:
     """Check batches, logs and ends."""
     killed.check_same_batches(undisturbed)
     for rank, logs in undisturbed.logs.items():
         assert sorted(killed.logs[rank]) == sorted(logs)
     assert killed.ends == undisturbed.ends
-    assert len(undisturbed.ends) == 2
+    assert len(undisturbed.ends) == ranks
     assert len(killed.loggers) <= 1, "a logger began another run"
 
 
@@ -113,6 +113,13 @@ def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
     undisturbed = JOB.run(tmp_path, case)
     assert_same(JOB.run(tmp_path, case, *CASES[case]), undisturbed)
+
+
+def test_sharded_model_survives_worker_and_node(tmp_path: Path) -> None:
+    """FSDP2 by the Trainer on two nodes of two ranks: a worker dies, then a node, which comes back empty."""
+    undisturbed = JOB.run(tmp_path, "sharded", nodes=2)
+    killed = JOB.run(tmp_path, "sharded", "in_save@3:1", "on_optimizer_step@4:2:node", nodes=2)
+    assert_same(killed, undisturbed, ranks=4)
 
 
 def test_other_worlds_read_the_same_samples(undisturbed: JobRecords, tmp_path: Path) -> None:

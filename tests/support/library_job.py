@@ -73,17 +73,31 @@ class LibraryJob:
     env: dict[str, str]
 
     def run(
-        self, directory: Path, case: str, *kills: str, ranks: int = 2, restartable: bool = False
+        self,
+        directory: Path,
+        case: str,
+        *kills: str,
+        ranks: int = 2,
+        nodes: int = 1,
+        restartable: bool = False,
     ) -> JobRecords:
-        """Train on one node to the end. If ``restartable``, check that only killed workers are replaced."""
+        """Train to the end on ``nodes`` of ``ranks`` each; killed ones come back.
+
+        If ``restartable``, check that only killed workers are replaced.
+        """
         place = directory / f"{len(kills)}-kills-{ranks}-ranks"
         log = place / "log"
         log.mkdir(parents=True)
-        with Cluster(place, nodes=1, workers_per_node=ranks, flags=FLAGS, env=self.env) as cluster:
+        settings: dict[str, Any] = {"workers_per_node": ranks, "flags": FLAGS, "env": self.env}
+        with Cluster(place, nodes=nodes, min_nodes=nodes, **settings) as cluster:
             options = [word for kill in kills for word in ("--kill", kill)]
             options += ["--restartable"] * restartable
             cluster.start(self.script, "--case", case, "--records", str(log), *options)
-            assert cluster.wait_exit() == [0], cluster.output(0)
+            for where, rank in (kill.split(":")[:2] for kill in kills if kill.endswith(":node")):
+                cluster.wait((log / f"killed-{where}").exists, "the kill of a node")
+                cluster.kill_node(int(rank) // ranks)
+                cluster.start_node(int(rank) // ranks)
+            assert cluster.wait_exit() == [0] * nodes, cluster.output_tails()
             generations = [event["generation"] for event in cluster.events("resume")]
             processes = {event["pid"] for event in cluster.events("worker-start")}
         if restartable:

@@ -5,7 +5,8 @@ learning rates and metrics, and the state at the end. The loop passes failpoints
 a test kills it.
 
 Options: ``accumulate`` (several micro-batches per step), ``bf16``, ``workers`` (two in each loader),
-``sampler`` (an `ElasticSampler`), ``pair`` (two models and optimizers), ``max-steps``, ``stop`` (early).
+``sampler`` (an `ElasticSampler`), ``pair`` (two models and optimizers), ``max-steps``, ``stop`` (early),
+``sharded`` (FSDP2 over the ranks of each node, for two epochs).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
@@ -26,6 +29,7 @@ from elastic_resume import failpoints
 from elastic_resume.agent.workers import run_main
 from elastic_resume.integrations.accelerate import prepare
 from elastic_resume.state import state_dict
+from tests.support.scripts import fsdp_on_cpus
 
 # The last step has two samples: fewer than ranks.
 SAMPLES, BATCH, EPOCHS = 98, 16, 3
@@ -47,7 +51,7 @@ class Stopper:
         if loss < self.best_loss - MARGIN:
             self.best_loss, self.bad = loss, 0
             for name, value in model.state_dict().items():
-                self.weights[name].copy_(value)
+                self.weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
         else:
             self.bad += 1
             self.is_over = self.bad > PATIENCE
@@ -86,10 +90,20 @@ class Job:
 
     def __init__(self, directory: Path, options: set[str]) -> None:
         self.options, self.directory = options, directory
+        sharding: dict[str, Any] = {}
+        if "sharded" in options:
+            fsdp_on_cpus.allow()
+            sharding = {
+                "fsdp_plugin": FullyShardedDataParallelPlugin(
+                    fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=20
+                ),
+                "parallelism_config": fsdp_on_cpus.shard_over_each_node(),
+            }
         self.accelerator = Accelerator(
             cpu=True,
             mixed_precision="bf16" if "bf16" in options else "no",
             gradient_accumulation_steps=3 if "accumulate" in options else 1,
+            **sharding,
         )
         torch.manual_seed(1 + self.accelerator.process_index)  # the job takes rank 0's weights
         names = ["a", "b"] if "pair" in options else ["a"]
@@ -109,7 +123,9 @@ class Job:
         self.loader = make_loader(options)
         test = DataLoader(make_dataset(31, 4), batch_size=4, num_workers=self.loader.num_workers)
         self.test_loader = self.accelerator.prepare(test)
-        self.run, self.models, self.optimizers, self.schedulers = prepare(
+        if sharding:  # Accelerate shards one model
+            models, optimizers = models["a"], optimizers["a"]
+        self.run, models, optimizers, self.schedulers = prepare(
             self.accelerator,
             model=models,
             optimizer=optimizers,
@@ -118,6 +134,8 @@ class Job:
             track={"best": self.stopper.weights},
             seed=5,
         )
+        self.models: Any = {"a": models} if sharding else models
+        self.optimizers: Any = {"a": optimizers} if sharding else optimizers
         self.accelerator.register_save_state_pre_hook(lambda *_: self.hit("save"))
         path = directory / f"g{self.run.generation}-r{self.run.rank}.jsonl"
         self.log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -133,7 +151,7 @@ class Job:
 
     def train(self) -> None:
         """Train to the end, or until there is a reason to stop."""
-        for _ in self.run.epochs(EPOCHS):
+        for _ in self.run.epochs(2 if "sharded" in self.options else EPOCHS):
             if not self.train_epoch():
                 break
             self.hit("epoch-end")
@@ -216,7 +234,8 @@ class Job:
         }
         flat = state_dict.flatten(state_dict.collect_objects(items))
         digests = {**state_dict.digest_leaves(flat.leaves), "": json.dumps(flat.structure)}
-        self.accelerator.unwrap_model(self.models["a"]).load_state_dict(self.stopper.weights)
+        if "sharded" not in self.options:
+            self.accelerator.unwrap_model(self.models["a"]).load_state_dict(self.stopper.weights)
         self.evaluate("end")
         self.accelerator.save_state(str(self.directory / "project" / "end"))
         end = {"step": self.run.position.step, "digests": digests, "saved": self.list_saved()}

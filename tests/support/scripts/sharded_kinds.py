@@ -22,8 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import elastic_resume as er
 from elastic_resume import failpoints
@@ -174,6 +179,7 @@ KINDS = {
     "compiled": Kind(prepare=compile_blocks),
     "own factor": Kind(prepare=scale_gradients),
     "accumulated": Kind(micro_batch=2),
+    "offloaded": Kind(how={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "mesh of two dimensions": Kind(mesh=make_wide_mesh),
     "mesh of three dimensions": Kind(mesh=make_deep_mesh),
 }
@@ -369,6 +375,27 @@ def shard_late(resume: Callable[..., Any]) -> None:
     run.step()
 
 
+def use_tensor_parallel(resume: Callable[..., Any]) -> None:
+    """Divide weights over the ranks of the node in a dimension of tensor parallelism."""
+    model = nn.Linear(WIDTH, WIDTH)
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    placements = [Replicate(), Shard(0), Shard(0)]
+    for name, value in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(value.detach(), mesh, placements)))
+    resume(model)
+
+
+def ignore_on_own_mesh(resume: Callable[..., Any]) -> None:
+    """Leave out one parameter, whose gradients nothing averages, and train a step."""
+    model: Any = nn.Linear(WIDTH, WIDTH)
+    fully_shard(model, mesh=make_wide_mesh(), ignored_params={model.bias})
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = resume(model, optimizer=optimizer)
+    model(torch.full((1, WIDTH), float(run.rank))).square().mean().backward()
+    optimizer.step()
+    run.step()
+
+
 REFUSED = {
     "over nodes": shard_over_nodes,
     "whole": replicate_whole,
@@ -377,6 +404,9 @@ REFUSED = {
     "replicated twice": replicate_twice,
     "step on rank 0": step_on_rank_0,
     "late": shard_late,
+    "tensor parallelism": use_tensor_parallel,
+    "FSDP1": lambda resume: resume(FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))),
+    "ignored on an own mesh": ignore_on_own_mesh,
 }
 
 

@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from elastic_resume.agent.workers import run_main
 from elastic_resume.integrations.transformers import ElasticTrainer
+from tests.support.scripts import fsdp_on_cpus
 from tests.support.scripts.job_log import JobLog, Points, digest, parse_arguments
 
 SAMPLES, EVALUATION_SAMPLES, WIDTH, CLASSES, TOKENS = 76, 20, 16, 4, 24
@@ -142,6 +143,8 @@ CASES = {
     "own-loss": Case(trainer={"compute_loss_func": summed_loss}),
     "dropped": Case({"dataloader_drop_last": True, "train_sampling_strategy": "sequential"}),
     "eval-on-start": Case({**EVALUATED, "eval_on_start": True, "optim": "adafactor"}),
+    # FSDP2 over the ranks of each node.
+    "sharded": Case({**EVALUATED, **BEST, "fsdp": True, "num_train_epochs": 1}, is_text=True),
 }
 
 
@@ -237,6 +240,9 @@ def main() -> None:
         "disable_tqdm": True,
         "remove_unused_columns": False,
     }
+    if args.case == "sharded":
+        fsdp_on_cpus.allow()
+        settings["parallelism_config"] = fsdp_on_cpus.shard_over_each_node()
     train: Dataset[Any] = Texts(SAMPLES) if case.is_text else Classes(SAMPLES, 1, augment=case.augment)
     evaluation: Dataset[Any] = Classes(EVALUATION_SAMPLES, 2, has_index=False)
     if case.is_text:
