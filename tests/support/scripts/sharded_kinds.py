@@ -135,9 +135,12 @@ class Kind:
         return self.mesh is er.shard_mesh
 
 
-def make_wide_mesh() -> Any:
-    """Return the mesh of HSDP, over which FSDP replicates by itself."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def make_wide_mesh(*names: str) -> Any:
+    """Return the mesh of HSDP, over which FSDP replicates by itself.
+
+    torch takes a mesh for an equal one of an earlier world, so each world needs other ``names``.
+    """
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names or ("replicate", "shard"))
 
 
 def make_deep_mesh() -> Any:
@@ -351,7 +354,7 @@ def replicate_ignored(resume: Callable[..., Any]) -> None:
 def replicate_twice(resume: Callable[..., Any]) -> None:
     """Have FSDP replicate over the nodes too."""
     model = Net()
-    resume(fully_shard(model, mesh=make_wide_mesh())).replicate(model)
+    resume(fully_shard(model, mesh=make_wide_mesh("nodes", "ranks"))).replicate(model)
 
 
 def step_on_rank_0(resume: Callable[..., Any]) -> None:
@@ -388,7 +391,7 @@ def use_tensor_parallel(resume: Callable[..., Any]) -> None:
 def ignore_on_own_mesh(resume: Callable[..., Any]) -> None:
     """Leave out one parameter, whose gradients nothing averages, and train a step."""
     model: Any = nn.Linear(WIDTH, WIDTH)
-    fully_shard(model, mesh=make_wide_mesh(), ignored_params={model.bias})
+    fully_shard(model, mesh=make_wide_mesh("nodes", "ranks"), ignored_params={model.bias})
     optimizer = torch.optim.AdamW(model.parameters())
     run = resume(model, optimizer=optimizer)
     model(torch.full((1, WIDTH), float(run.rank))).square().mean().backward()
