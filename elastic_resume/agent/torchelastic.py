@@ -81,7 +81,7 @@ TORCH_RENDEZVOUS_BACKENDS = ("c10d", "static")
 # Keys of --rdzv-conf that torch's own backends accept and ours ignores.
 TORCH_RENDEZVOUS_KEYS = frozenset({
     "close_timeout", "heartbeat_timeout", "read_timeout", "timeout", "rank", "is_host",
-    "keep_alive_interval", "keep_alive_max_attempt", "store_type", "use_libuv",
+    "keep_alive_interval", "keep_alive_max_attempt", "store_type", "use_libuv", "cas_backoff_max_seconds",
 })  # fmt: skip
 # torchelastic requires a number, and passes it to workers as TORCHELASTIC_MAX_RESTARTS.
 UNLIMITED_RESTARTS = 1_000_000
@@ -399,8 +399,8 @@ def build_parser() -> run_help.RunParser:
     except ValueError as error:
         raise ConfigError(f"a PET_* variable of the environment is wrong: {error}") from error
     parser = run_help.RunParser(
-        prog="elastic-resume run",
-        usage=run_help.USAGE,
+        prog=run_help.program_name(),
+        usage=f"%(prog)s {run_help.USAGE}",
         description="Run a training script on this node, as torchrun does, and continue after failures.",
         parents=[torchrun_parser],
         add_help=False,  # torchrun's flags include -h
