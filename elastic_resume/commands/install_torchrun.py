@@ -1,4 +1,4 @@
-"""Run ``elastic-resume install-torchrun``: write an executable file ``torchrun`` that is ``elastic-resume run``.
+"""Run ``elastic-resume install-torchrun``: write a file ``torchrun`` that is ``elastic-resume run``.
 
 Kubeflow's SDK, LLaMA-Factory and many scripts start ``torchrun`` by name. The file serves whoever has its
 directory first on PATH. PyTorch's own torchrun stays where it is.
@@ -21,9 +21,13 @@ FILE = """#!/bin/sh
 '''exec' {python} "$0" "$@"
 ' '''
 # Written by `elastic-resume install-torchrun`.
-import sys
-from elastic_resume.__main__ import main
-sys.exit(main())
+import os
+if __name__ == "__main__":
+    if os.environ.get("{variable}") == "0":
+        from torch.distributed.run import main
+    else:
+        from elastic_resume.__main__ import main
+    main()
 """
 
 
@@ -37,7 +41,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 def install_torchrun(args: argparse.Namespace) -> int:
     """Write the file, print what to do with it, and return the exit code."""
     path = args.directory.absolute() / "torchrun"
-    text = FILE.format(python=shlex.quote(sys.executable))
+    text = FILE.format(python=shlex.quote(sys.executable), variable=constants.ENV_TORCHRUN)
     mark = text.splitlines()[3]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
