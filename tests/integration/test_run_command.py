@@ -80,14 +80,6 @@ def test_restart_without_resume_is_logged(agents: Agents) -> None:
     assert log.count("A script that never calls it saves nothing and starts over at each restart") == 1
 
 
-def test_run_path_runs_without_launcher_shim(agents: Agents) -> None:
-    """Torchelastic starts the function itself."""
-    script = agents.script("import os; print('ran', os.environ['RANK'])")
-    code, log = agents.run("--run-path", str(agents.directory / script))
-    assert code == 0, log
-    assert "ran 0" in log
-
-
 def test_flags_beat_variables(agents: Agents) -> None:
     """Both torchrun's and ours."""
     # In one piece: unbuffered, two workers' words would mix.

@@ -88,6 +88,8 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
             ["--rdzv-conf", "join_timeout", "train.py"],
             "--rdzv-conf is 'join_timeout': torchrun takes KEY=VALUE",
         ),
+        (["--logs-specs", "none", "train.py"], "Could not find entrypoint under 'torchrun.logs_specs[none]'"),
+        (["--no-python", "--module", "sh"], "Don't use both the '--no-python' flag and the '--module' flag"),
         ([], "training_script"),
     ],
 )
