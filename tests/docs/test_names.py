@@ -22,8 +22,8 @@ README = ROOT / "README.md"
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts]
 DEPLOY = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file()]
 TEXTS = [README, *PAGES, *DEPLOY]
-# Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, Accelerate, torch 2.14, our benchmarks
-# and example scripts.
+# Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, Accelerate, torch 2.14, our
+# benchmarks and example scripts.
 FOREIGN = {
     "--busy-core",
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
