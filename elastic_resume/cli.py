@@ -127,7 +127,11 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
     if arguments[:1] in (["-h"], ["--help"]):  # without the import of torch
         write_stdout(run_help.format_help())
         return constants.EXIT_SUCCESS
-    if arguments and arguments[0].startswith("--print-completion") and not console.is_torchrun():
+    if (
+        arguments
+        and arguments[0].replace("_", "-").startswith("--print-completion")
+        and not console.is_torchrun()
+    ):
         raise ConfigError(
             "--print-completion is for the name torchrun: call it by the torchrun of `install-torchrun`."
         )

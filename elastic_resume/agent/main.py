@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic_resume import __version__, config, console, constants, machine
+from elastic_resume import config, console, constants, machine
 from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
 from elastic_resume.agent.gpu_monitor import GpuMonitor
@@ -200,12 +200,6 @@ class _Agent:
             max_nodes=launch.max_nodes,
             local_world_size=launch.nproc_per_node,
         )
-        if console.is_torchrun():
-            logger.info(
-                "this torchrun is elastic_resume %s; with %s=0 it is PyTorch's.",
-                __version__,
-                constants.ENV_TORCHRUN,
-            )
         count = format_count(launch.nproc_per_node, "worker")
         logger.info("job %s: %s on this node, checkpoints in %s", launch.run_id, count, self.node_dir.path)
         shared_memory_problem = machine.check_shared_memory()

@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from elastic_resume import config, constants
+from elastic_resume import __version__, config, console, constants
 from elastic_resume.agent import options, run_help
 from elastic_resume.agent.peer_probe import PeerProbe
 from elastic_resume.agent.restart_controller import RestartController
@@ -428,12 +428,15 @@ def prepare_launch(
 ) -> Iterator[LaunchSpec]:
     """Check ``args`` and build a `LaunchSpec` from them, valid within the context.
 
-    Flags with another meaning than torchrun's are logged.
+    Flags with another meaning than torchrun's are logged, and first that this is not PyTorch's torchrun.
 
     Raises:
         ConfigError: a value is wrong, or the script does not exist.
 
     """
+    if console.is_torchrun():
+        variable = constants.ENV_TORCHRUN
+        logger.info("this torchrun is elastic_resume %s; with %s=0 it is PyTorch's.", __version__, variable)
     args = argparse.Namespace(**vars(args))
     options.check_script(args)
     args.rdzv_id = run_id

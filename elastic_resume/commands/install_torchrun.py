@@ -16,11 +16,12 @@ from elastic_resume import constants
 from elastic_resume.errors import UsageError
 from elastic_resume.report.formatting import write_stdout
 
+MARK = "# Written by `elastic-resume install-torchrun`."
 # The second line is a command to sh and a string to Python: a #! line has no room for a long path.
 FILE = """#!/bin/sh
 '''exec' {python} "$0" "$@"
 ' '''
-# Written by `elastic-resume install-torchrun`.
+{mark}
 import os
 if __name__ == "__main__":
     if os.environ.get("{variable}") == "0":
@@ -41,11 +42,11 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 def install_torchrun(args: argparse.Namespace) -> int:
     """Write the file, print what to do with it, and return the exit code."""
     path = args.directory.absolute() / "torchrun"
-    text = FILE.format(python=shlex.quote(sys.executable), variable=constants.ENV_TORCHRUN)
-    mark = text.splitlines()[3]
+    python = shlex.quote(sys.executable)
+    text = FILE.format(python=python, mark=MARK, variable=constants.ENV_TORCHRUN)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and mark not in path.read_text(errors="replace"):
+        if path.exists() and MARK not in path.read_text(errors="replace"):
             raise UsageError(f"{path} is another program, which stays: name a directory without a torchrun.")
         path.write_text(text)
         path.chmod(0o755)
