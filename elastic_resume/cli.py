@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_resume import __version__, constants
+from elastic_resume import __version__, console, constants
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
 
 if TYPE_CHECKING:
@@ -27,11 +27,14 @@ PROG = "elastic-resume"
 
 
 def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
-    """Run one subcommand and return its exit code.
+    """Run one subcommand and return its exit code. A process by the name ``torchrun`` is ``run``.
 
     If it ``owns_process``, ``run`` ends the process, and forks workers that end like it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    is_torchrun = argv is None and console.is_torchrun()
+    if is_torchrun and words != ["--version"]:
+        words = ["run", *words]
     try:
         if words[:1] == ["run"]:
             exit_code = run(words[1:], owns_process=owns_process)
@@ -46,7 +49,8 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
     except ElasticResumeError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+        prog = f"torchrun ({PROG})" if is_torchrun else PROG
+        print(f"{prog}: error: {error}", file=sys.stderr)
         if words[:1] in (["diff"], ["chaos"]):
             return constants.EXIT_USAGE  # they use 1 to report that two files differ, or that a job failed
         if isinstance(error, MachineError) and words[:1] != ["run"]:
@@ -77,7 +81,7 @@ def _build_parser(
     *, run_parents: Sequence[Parser], chaos_parents: Sequence[Parser]
 ) -> argparse.ArgumentParser:
     """Build the parser. `main` parses ``run`` and ``chaos`` elsewhere, so it needs no parents for them."""
-    from elastic_resume.commands import doctor, job_status, run_directory  # noqa: PLC0415
+    from elastic_resume.commands import doctor, install_torchrun, job_status, run_directory  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
 
     parser = Parser(
@@ -98,7 +102,7 @@ def _build_parser(
             description=parents[0].description if parents else None,
             epilog=parents[0].epilog if parents else None,
         )
-    for module in (run_directory, doctor, job_status):
+    for module in (run_directory, doctor, job_status, install_torchrun):
         module.register(subparsers)
     return parser
 
@@ -123,6 +127,14 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
     if arguments[:1] in (["-h"], ["--help"]):  # without the import of torch
         write_stdout(run_help.format_help())
         return constants.EXIT_SUCCESS
+    if (
+        arguments
+        and arguments[0].replace("_", "-").startswith("--print-completion")
+        and not console.is_torchrun()
+    ):
+        raise ConfigError(
+            "--print-completion is for the name torchrun: call it by the torchrun of `install-torchrun`."
+        )
 
     with _omp_threads_of_workers(arguments):
         gc.disable()  # imports create no garbage, and take a fifth less time without the collector

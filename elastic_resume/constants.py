@@ -31,6 +31,7 @@ ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two 
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
 ENV_TRANSFER_ADDR = "ELASTIC_RESUME_TRANSFER_ADDR"  # (user) address or interface for the state's transfer
 ENV_TOKEN = "ELASTIC_RESUME_TOKEN"  # noqa: S105 - (user) the secret that all nodes of a job share
+ENV_TORCHRUN = "ELASTIC_RESUME_TORCHRUN"  # (user) 0: the file of `install-torchrun` is PyTorch's torchrun
 ENV_QUIET = "ELASTIC_RESUME_QUIET"  # (user) 1: log warnings and errors only
 ENV_LOG_LEVEL = "ELASTIC_RESUME_LOG_LEVEL"  # (user) DEBUG, INFO, WARNING or ERROR
 ENV_FAILPOINTS = "ELASTIC_RESUME_FAILPOINTS"  # tests: see failpoints.py
@@ -54,8 +55,6 @@ ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the ag
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) signals that drain a node, with commas
 ENV_GRACE = "ELASTIC_RESUME_GRACE"  # (user) TIME between SIGTERM and SIGKILL; in seconds for supervisors
 ENV_TERMINATION_GRACE_S = "ELASTIC_RESUME_TERMINATION_GRACE_S"  # (user) a pod's terminationGracePeriodSeconds
-ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"  # a worker's descriptor of the socket to its supervisor
-ENV_STANDBY = "ELASTIC_RESUME_STANDBY"  # 1: run the script up to er.resume(), before its node is in a view
 ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size limit of ENV_CKPT_DIR's volume: 4Gi
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ ----------------------------------------------------------

@@ -376,8 +376,6 @@ def _set_environment(
         torchelastic.ENV_WORKERS_IDENTICAL,
     ):
         os.environ[name] = ""
-    grace_s = options.resolve_grace_s(args.grace, os.environ)
+    grace_s = options.resolve_grace_s(args, os.environ)
     if grace_s is not None:
         os.environ[constants.ENV_GRACE] = f"{grace_s:g}"
-    elif getattr(args, "shutdown_timeout", None) is not None:
-        os.environ[constants.ENV_GRACE] = str(args.shutdown_timeout)

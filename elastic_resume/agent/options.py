@@ -164,14 +164,15 @@ def check_launch_config(config: Any) -> None:
             raise ConfigError(f"--signals-to-handle names {name!r}, which is not a signal.")
 
 
-def resolve_grace_s(given_s: float | None, environ: Mapping[str, str]) -> float | None:
+def resolve_grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
     """Return how many seconds workers have to end after SIGTERM; None if neither user nor pod says.
 
-    Workers get half of a pod's termination grace period. In the other half the agent commits the last step
-    and leaves the rendezvous.
+    ``--grace`` comes before torchrun's ``--shutdown-timeout``. Workers get half of a pod's termination grace
+    period. In the other half the agent commits the last step and leaves the rendezvous.
     """
-    if given_s is not None:
-        return given_s
+    for given_s in (args.grace, getattr(args, "shutdown_timeout", None)):  # older torch has no such flag
+        if given_s is not None:
+            return float(given_s)
     pod_grace_s = environment.read_termination_grace_s(environ)
     return None if pod_grace_s is None else pod_grace_s / 2
 

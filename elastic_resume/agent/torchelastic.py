@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from elastic_resume import config, constants
+from elastic_resume import __version__, config, console, constants
 from elastic_resume.agent import options, run_help
 from elastic_resume.agent.peer_probe import PeerProbe
 from elastic_resume.agent.restart_controller import RestartController
@@ -76,12 +76,13 @@ logger = logging.getLogger(__name__)
 RENDEZVOUS_BACKEND = "elastic_resume"
 # torchelastic's own variable: with 1 it does not exchange ranks through the store.
 ENV_WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
+ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchelastic's too, for --shutdown-timeout
 # torch's own rendezvous backends that need no server; ours replaces them.
 TORCH_RENDEZVOUS_BACKENDS = ("c10d", "static")
 # Keys of --rdzv-conf that torch's own backends accept and ours ignores.
 TORCH_RENDEZVOUS_KEYS = frozenset({
     "close_timeout", "heartbeat_timeout", "read_timeout", "timeout", "rank", "is_host",
-    "keep_alive_interval", "keep_alive_max_attempt", "store_type", "use_libuv",
+    "keep_alive_interval", "keep_alive_max_attempt", "store_type", "use_libuv", "cas_backoff_max_seconds",
 })  # fmt: skip
 # torchelastic requires a number, and passes it to workers as TORCHELASTIC_MAX_RESTARTS.
 UNLIMITED_RESTARTS = 1_000_000
@@ -102,6 +103,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         standby: StandbyWorkers,
         *,
         host: str,
+        store_port: int,
         local_world_size: int,
         node_order: int,
         script: str,
@@ -109,13 +111,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
     ) -> None:
         """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order.
 
-        ``script`` and ``arguments`` are what other nodes compare.
+        ``store_port``, ``script`` and ``arguments`` are those of `LaunchSpec`.
         """
         self._client = client
         self._controller = controller
         self._peer_probe = peer_probe
         self._standby = standby
-        self._host = host
+        self._host, self._store_port = host, store_port
         self._local_world_size = local_world_size
         self._node_order = node_order
         self._script, self._arguments = script, arguments
@@ -171,7 +173,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._client.sleep_unless_over(summary.restart_delay_s)
         # Each generation has a fresh store, so that workers of two generations never meet.
         self._store_server = None
-        self._store_server = _start_store_server(self._host)
+        self._store_server = _start_store_server(self._host, self._store_port)
         join_spec = JoinSpec(
             str(Endpoint(self._host, self._store_server.port)),
             self._local_world_size,
@@ -282,10 +284,12 @@ def _split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _start_store_server(host: str) -> TCPStore:
+def _start_store_server(host: str, port: int) -> TCPStore:
     try:
-        return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return TCPStore(host, port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
+        if port:  # another program has it, and most scripts read MASTER_PORT
+            return _start_store_server(host, 0)
         raise MachineError(
             f"the workers' TCPStore cannot listen at {host}: {str(error).splitlines()[0][:200]}. Is "
             "--local-addr an address of this machine?"
@@ -381,6 +385,7 @@ class LaunchSpec:
 
     ``worker_command`` is for the fork server; it is None if workers start cold. ``shared_dir`` is a directory
     that all nodes of a Slurm job see. ``script`` and ``arguments`` are what other nodes compare.
+    ``store_port`` is where workers of a single node may expect their store; 0: anywhere.
     """
 
     config: LaunchConfig
@@ -391,6 +396,7 @@ class LaunchSpec:
     arguments: str
     worker_command: list[str] | None = None
     shared_dir: SharedDir | None = None
+    store_port: int = 0
 
 
 def build_parser() -> run_help.RunParser:
@@ -399,9 +405,15 @@ def build_parser() -> run_help.RunParser:
         torchrun_parser = get_args_parser()
     except ValueError as error:
         raise ConfigError(f"a PET_* variable of the environment is wrong: {error}") from error
+    shutdown_timeout = config.actions_by_flag(torchrun_parser).get("--shutdown-timeout")
+    if shutdown_timeout is not None and ENV_SHUTDOWN_TIMEOUT in os.environ:
+        # torchelastic reads it later, and for itself only: workers would not get this time.
+        given = os.environ[ENV_SHUTDOWN_TIMEOUT]
+        given_s = config.parse_count(ENV_SHUTDOWN_TIMEOUT, given, minimum=0)
+        shutdown_timeout.default = shutdown_timeout.default or given_s
     parser = run_help.RunParser(
-        prog="elastic-resume run",
-        usage=run_help.USAGE,
+        prog=run_help.program_name(),
+        usage=f"%(prog)s {run_help.USAGE}",
         description="Run a training script on this node, as torchrun does, and continue after failures.",
         parents=[torchrun_parser],
         add_help=False,  # torchrun's flags include -h
@@ -417,15 +429,19 @@ def prepare_launch(
 ) -> Iterator[LaunchSpec]:
     """Check ``args`` and build a `LaunchSpec` from them, valid within the context.
 
-    Flags with another meaning than torchrun's are logged.
+    Flags with another meaning than torchrun's are logged, and first that this is not PyTorch's torchrun.
 
     Raises:
         ConfigError: a value is wrong, or the script does not exist.
 
     """
+    if console.is_torchrun():
+        variable = constants.ENV_TORCHRUN
+        logger.info("this torchrun is elastic_resume %s; with %s=0 it is PyTorch's.", __version__, variable)
     args = argparse.Namespace(**vars(args))
     options.check_script(args)
     args.rdzv_id = run_id
+    args.rdzv_conf = args.rdzv_conf.strip("'\"")  # no shell has removed them from a YAML list of arguments
     # torchrun's parser has used PET_* variables as defaults.
     given_flags = given_flags | {
         name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")
@@ -478,6 +494,7 @@ def prepare_launch(
             options.describe_script_arguments(args.training_script_args, args.node_arguments or ()),
             worker_command,
             filled.shared_dir,
+            args.master_port if one_node and "master_port" in given_flags and not args.standalone else 0,
         )
 
 
@@ -495,7 +512,7 @@ def _configure_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
     if hasattr(config, "signals_to_handle"):
         signals = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
         config.signals_to_handle = ",".join(dict.fromkeys([*signals, *args.drain_signals]))
-    grace_s = options.resolve_grace_s(args.grace, os.environ)
+    grace_s = options.resolve_grace_s(args, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)
     if grace_s is not None and timeout_s is not None:
         # torchelastic kills launcher shims after it; they end some seconds after their workers.
@@ -531,6 +548,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
             peer_probe,
             standby,
             host=session.host,
+            store_port=spec.store_port,
             local_world_size=config.nproc_per_node,
             node_order=session.node_order,
             script=spec.script,

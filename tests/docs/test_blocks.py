@@ -62,6 +62,8 @@ NOT_RUN = (
     ("preemption-notice|PREEMPTION_NOTICE", "sh", "asks a cloud; unit/schedulers/test_preemption.py"),
     ("elastic-resume chaos", "sh", "integration/test_chaos.py runs it, for a minute"),
     ("elastic-resume status", "sh", "runs until it is interrupted; integration/test_status.py"),
+    ("kubeflow", "python", "submits a job to a cluster"),
+    ("llamafactory-cli", "sh", "needs LLaMA-Factory"),
     ("--metrics", "sh", "opens a port for all networks; unit/report/test_metrics.py"),
 )  # fmt: skip
 # Replaced in all blocks, because the machine has two cores and the test should end soon.
@@ -465,14 +467,16 @@ def test_blocks_of_checkpoints_page_run_on_three_ranks(tmp_path: Path) -> None:
 
 def test_every_block_has_a_language_that_is_checked() -> None:
     """A command or an output without one would never be run."""
-    strange = [b for b in BLOCKS if b.language not in {"sh", "diff", "text", *FILE_LANGUAGES}]
+    strange = [b for b in BLOCKS if b.language not in {"sh", "diff", "text", "dockerfile", *FILE_LANGUAGES}]
     strange += [b for b in BLOCKS if b.language == "bash" and not b.file]
     assert [f"{block.page}:{block.line} {block.language!r}" for block in strange] == []
     assert len(BLOCKS) > 40
 
 
 @pytest.mark.parametrize(
-    "block", [b for b in BLOCKS if b.language == "sh"], ids=lambda block: f"{block.page}:{block.line}"
+    "block",
+    [b for b in BLOCKS if b.language in {"sh", "dockerfile"}],
+    ids=lambda block: f"{block.page}:{block.line}",
 )
 def test_commands_of_shell_block_parse(block: Block) -> None:
     """Our commands by our parsers; a file of the repository is there."""
@@ -481,7 +485,7 @@ def test_commands_of_shell_block_parse(block: Block) -> None:
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             del words[0]
         if words[:1] == ["elastic-resume"] or (
-            words[:1] in (["srun"], ["exec"]) and "elastic-resume" in words
+            words[:1] in (["srun"], ["exec"], ["RUN"]) and "elastic-resume" in words
         ):
             check_command(parser, words[words.index("elastic-resume") + 1 :])
         for word in words:

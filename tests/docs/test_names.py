@@ -22,15 +22,17 @@ README = ROOT / "README.md"
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts]
 DEPLOY = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file()]
 TEXTS = [README, *PAGES, *DEPLOY]
-# Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, our benchmarks and example scripts.
+# Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, Accelerate, torch 2.14, our
+# benchmarks and example scripts.
 FOREIGN = {
     "--busy-core",
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
     "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--from-literal", "--full",
     "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
-    "--kustomize", "--newest", "--no-kill", "--no-requeue", "--nodelist", "--ntasks-per-node", "--nv",
-    "--oldest", "--only", "--open-mode", "--output", "--prefix", "--privileged", "--pwd", "--requeue",
-    "--selector", "--setup", "--signal", "--step-delay", "--time", "--wait",
+    "--kustomize", "--main-process-ip", "--newest", "--no-kill", "--no-requeue", "--nodelist",
+    "--ntasks-per-node", "--num-machines", "--num-processes", "--nv", "--oldest", "--only", "--open-mode",
+    "--output", "--prefix", "--print-completion", "--privileged", "--pwd", "--requeue", "--selector",
+    "--setup", "--signal", "--step-delay", "--time", "--wait",
 }  # fmt: skip
 # Settings of the tests in the Makefile and in docs/benchmarks.md.
 FOREIGN_VARIABLES = {

@@ -80,14 +80,6 @@ def test_restart_without_resume_is_logged(agents: Agents) -> None:
     assert log.count("A script that never calls it saves nothing and starts over at each restart") == 1
 
 
-def test_run_path_runs_without_launcher_shim(agents: Agents) -> None:
-    """Torchelastic starts the function itself."""
-    script = agents.script("import os; print('ran', os.environ['RANK'])")
-    code, log = agents.run("--run-path", str(agents.directory / script))
-    assert code == 0, log
-    assert "ran 0" in log
-
-
 def test_flags_beat_variables(agents: Agents) -> None:
     """Both torchrun's and ours."""
     # In one piece: unbuffered, two workers' words would mix.
@@ -292,15 +284,14 @@ def test_join_timeout_exits_with_requeue_code(agents: Agents) -> None:
 def test_torch_backend_is_replaced_by_ours(agents: Agents) -> None:
     """The survivor of two continues, which torch's own could not do without its host."""
     agents.script(WAITS)
-    two = start_two(
-        agents, more=("--nnodes=1:2", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=1,timeout=60")
-    )
+    conf = "is_host=1,timeout=60,cas_backoff_max_seconds=0.5"
+    two = start_two(agents, more=("--nnodes=1:2", "--rdzv-backend", "c10d", "--rdzv-conf", conf))
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
     two[0].kill()
     wait_for(lambda: len(agents.pids("worker-b")) == 2, "another worker")
     (agents.directory / "finish").touch()
     assert two[1].wait(60) == 0
-    assert "--rdzv-conf is_host: has no effect here." in agents.log("b")
+    assert "--rdzv-conf cas_backoff_max_seconds, is_host: has no effect here." in agents.log("b")
 
 
 def test_run_with_master_addr_and_node_rank_orders_the_nodes(agents: Agents) -> None:

@@ -32,6 +32,7 @@ class Agents:
         self.directory = directory
         self.started: list[Agent] = []
         self.port = 0  # of the rendezvous of two
+        self.command = RUN  # what starts an agent
 
     def script(self, text: str, name: str = "train.py") -> str:
         """Write a training script."""
@@ -40,12 +41,14 @@ class Agents:
 
     def start(self, *words: str, node: str = "a", warm: bool = False, **environ: str) -> Agent:
         """Start one agent; cold by default, because most scripts here do not import torch."""
-        command = [*RUN, *words]
+        command = [*self.command, *words]
         ours = {"ELASTIC_RESUME_NODE_NAME": node, "ELASTIC_RESUME_NO_WARM": "0" if warm else "1"}
         shared = {"PYTHONUNBUFFERED": "1"}  # as for the nodes of `Cluster`: one fork server serves both
         env = {**os.environ, **shared, **ours, **environ}
         with open(self.directory / f"{node}.log", "ab") as output:
-            process = fork_server.start(command, env, output, cwd=self.directory) or subprocess.Popen(
+            is_python = command[0] == sys.executable
+            forked = fork_server.start(command, env, output, cwd=self.directory) if is_python else None
+            process = forked or subprocess.Popen(
                 command, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT, env=env
             )
         self.started.append(process)

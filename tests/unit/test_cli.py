@@ -88,6 +88,9 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
             ["--rdzv-conf", "join_timeout", "train.py"],
             "--rdzv-conf is 'join_timeout': torchrun takes KEY=VALUE",
         ),
+        (["--logs-specs", "none", "train.py"], "Could not find entrypoint under 'torchrun.logs_specs[none]'"),
+        (["--no-python", "--module", "sh"], "Don't use both the '--no-python' flag and the '--module' flag"),
+        (["--print-completion", "bash"], "--print-completion is for the name torchrun"),
         ([], "training_script"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What nodes compare of the training script."""
+"""What nodes compare of the training script, and the workers' grace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.agent.options import MAX_ARGUMENT_CHARS, describe_script_arguments, identify_script
+from elastic_resume import config, constants
+from elastic_resume.agent import torchelastic
+from elastic_resume.agent.options import (
+    MAX_ARGUMENT_CHARS,
+    describe_script_arguments,
+    identify_script,
+    resolve_grace_s,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +52,28 @@ def test_script_is_its_name_and_content(tmp_path: Path) -> None:
     assert same == equal != other
     assert same.startswith("train.py (")
     assert identify_script("package.train") == "package.train"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "seconds"),
+    [
+        ([], {}, None),
+        ([], {constants.ENV_TERMINATION_GRACE_S: "120"}, 60),
+        (["--grace=7"], {constants.ENV_TERMINATION_GRACE_S: "120"}, 7),
+        (["--shutdown-timeout=9"], {constants.ENV_TERMINATION_GRACE_S: "120"}, 9),
+        ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8", constants.ENV_TERMINATION_GRACE_S: "120"}, 8),
+        (["--shutdown-timeout=9"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8"}, 9),
+        (["--grace=7", "--shutdown-timeout=9"], {}, 7),
+    ],
+)
+def test_worker_grace_defaults_to_half_of_pods_grace(
+    words: list[str], environ: dict[str, str], seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent commits in the other half. torchrun's flag and variable come before it, and ours first."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    parser = torchelastic.build_parser()
+    if "SHUTDOWN" in f"{words} {environ}".upper() and "--shutdown-timeout" not in parser.format_help():
+        pytest.skip("this torch has no --shutdown-timeout")
+    args, _ = config.parse_flags(parser, [*words, "train.py"], environ)
+    assert resolve_grace_s(args, environ) == seconds

@@ -120,6 +120,15 @@ def test_strict_job_keeps_its_votes_across_a_requeue(
     opened.assert_called_once_with(tmp_path / "n0", launch_id=launch, node="n0")
 
 
+def test_store_port_is_used_again_and_another_if_it_is_taken() -> None:
+    """Each generation has a store of its own at `--master-port`."""
+    first = torchelastic._start_store_server("127.0.0.1", 0)
+    port = first.port
+    assert torchelastic._start_store_server("127.0.0.1", port).port != port
+    del first
+    assert torchelastic._start_store_server("127.0.0.1", port).port == port
+
+
 def make_handler(client: Mock, controller: Mock, standby: Mock) -> torchelastic.ElasticRendezvousHandler:
     """Return the handler of a node with one worker."""
     controller.report_generation.return_value = GenerationReport()
@@ -130,6 +139,7 @@ def make_handler(client: Mock, controller: Mock, standby: Mock) -> torchelastic.
         Mock(),
         standby,
         host="127.0.0.1",
+        store_port=0,
         local_world_size=1,
         node_order=0,
         script="train.py",

@@ -148,21 +148,6 @@ def test_context_of_any_environment_is_usable(environ: dict[str, str]) -> None:
     assert len(here.candidates) <= environment.MAX_CANDIDATES
 
 
-@pytest.mark.parametrize(
-    ("given_s", "environ", "seconds"),
-    [
-        (None, {}, None),
-        (None, {constants.ENV_TERMINATION_GRACE_S: "120"}, 60),
-        (7.0, {constants.ENV_TERMINATION_GRACE_S: "120"}, 7),
-    ],
-)
-def test_worker_grace_defaults_to_half_of_pods_grace(
-    given_s: float | None, environ: dict[str, str], seconds: float | None
-) -> None:
-    """The agent commits in the other half."""
-    assert options.resolve_grace_s(given_s, environ) == seconds
-
-
 def test_termination_grace_error_names_variable_and_value() -> None:
     """The variable is in the pod's manifest."""
     with pytest.raises(ConfigError, match=f"{constants.ENV_TERMINATION_GRACE_S} .*is '2 min'"):
