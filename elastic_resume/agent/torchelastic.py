@@ -425,15 +425,16 @@ def prepare_launch(
     args = argparse.Namespace(**vars(args))
     options.check_script(args)
     args.rdzv_id = run_id
-    # torchrun's parser has used PET_* variables as defaults.
+    # torchrun's parser has used PET_* variables as defaults. `scheduler_context` has those of a trainer.
     given_flags = given_flags | {
-        name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")
+        name.removeprefix("PET_").lower()
+        for name in os.environ.keys() - scheduler_context.replaced_variables
+        if name.startswith("PET_")
     }
     # PET_STANDALONE=0 and an unset shell variable name no rendezvous; the scheduler still does.
     given_flags = {name for name in given_flags if getattr(args, name, None) is not False}
     given_flags = {name for name in given_flags if getattr(args, name, None) != ""}
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
-    given_flags = set(filled.given_flags)
     one_node = options.parse_nnodes(args.nnodes) == (1, 1)
     _choose_rendezvous(args, given_flags, one_node=one_node)
     if "max_restarts" not in given_flags:
