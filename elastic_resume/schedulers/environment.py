@@ -191,7 +191,7 @@ class _VariableReader:
         return default
 
     def read_nodes(self, *, is_exact: bool = False) -> tuple[int, int]:
-        """Parse ``MIN:MAX`` or ``N``: N nodes if ``is_exact``, else 1 to N. `read_least` may replace that minimum."""
+        """Parse ``MIN:MAX`` or ``N``: N nodes if ``is_exact``, else 1 to N, or as `read_least` says."""
         text = self.read_text("nodes")
         match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text or "1")
         least, most = (int(match[1] or 0), int(match[2])) if match else (0, 0)
