@@ -631,6 +631,7 @@ def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_n
     args.rdzv_backend = RENDEZVOUS_BACKEND
     if args.node_rank < 0:
         raise ConfigError(f"--node-rank is {args.node_rank}: write a whole number, 0 or more.")
+    args.node_rank = 0  # the agent has it; torchrun would warn that it has no use for another
     by_master = bool(given_flags & {"master_addr", "master_port", "node_rank"})
     if args.standalone or (one_node and not args.rdzv_endpoint):
         if not one_node:
