@@ -184,7 +184,8 @@ def fields(required: str = "", **properties: object) -> dict[str, Any]:
     return {"type": "object", **found}
 
 
-TEXT, COUNT, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {}
+ANY: dict[str, Any] = {}
+TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 LABELS = {"type": "object", "additionalProperties": TEXT}
 # The fields of version 2.3 of the Trainer and of its JobSets, as far as these files may need them.
 JOBSET_SPEC = fields(

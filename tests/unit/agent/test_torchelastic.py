@@ -9,6 +9,7 @@ from unittest.mock import Mock, PropertyMock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import determine_local_world_size
 
 from elastic_resume import config, constants
 from elastic_resume.agent import torchelastic
@@ -101,7 +102,7 @@ def test_start_without_flags_is_the_one_that_doctor_shows(
     assert shown["nodes"] == nodes == (f"{least} to {most}" if least < most else str(most))
     assert shown["candidates"].replace(" ", "") == config.rdzv_endpoint
     assert config.rdzv_endpoint.startswith(endpoint.partition("…")[0])
-    assert torchelastic.determine_local_world_size(shown["workers"]) == config.nproc_per_node
+    assert determine_local_world_size(shown["workers"]) == config.nproc_per_node
 
 
 def test_flag_beats_the_variables_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
