@@ -26,11 +26,11 @@ TEXTS = [README, *PAGES, *DEPLOY]
 FOREIGN = {
     "--busy-core",
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
-    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--filename", "--follow", "--from-literal", "--full",
-    "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
+    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--filename", "--follow", "--from-literal",
+    "--full", "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
     "--kustomize", "--newest", "--no-kill", "--no-requeue", "--nodelist", "--ntasks-per-node", "--nv",
-    "--oldest", "--only", "--open-mode", "--output", "--patch", "--prefix", "--privileged", "--pwd", "--requeue",
-    "--secret", "--selector", "--setup", "--signal", "--step-delay", "--time", "--wait",
+    "--oldest", "--only", "--open-mode", "--output", "--patch", "--prefix", "--privileged", "--pwd",
+    "--requeue", "--secret", "--selector", "--setup", "--signal", "--step-delay", "--time", "--wait",
 }  # fmt: skip
 # Settings of the tests in the Makefile and in docs/benchmarks.md.
 FOREIGN_VARIABLES = {

@@ -69,15 +69,15 @@ class Pods(ClosedAtExit):
         )
         self._claim = claim if has_claim else None
         self._directory = directory
-        self._env = {  # of the image, and what makes a test short
+        self.env = {  # of the image, and what makes a test short
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             constants.ENV_SNAPSHOT_EVERY: "1",
             constants.ENV_STEP_MARK_S: "0",
         }
-        self._agents = ShimAgentServer(directory, self._env)
-        self._env["PATH"] = f"{self._agents.bin_dir}:{self._env['PATH']}"
+        self._agents = ShimAgentServer(directory, self.env)
+        self.env["PATH"] = f"{self._agents.bin_dir}:{self.env['PATH']}"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Pods(ClosedAtExit):
         env = manifests.pod_environment(self.documents, index, self._machines.address(index))
         with open(self._log(index), "ab") as log:
             self.processes[index] = self._machines.run(
-                index, self._command, env={**self._env, **env}, cwd=ROOT, stdout=log, stderr=log
+                index, self._command, env={**self.env, **env}, cwd=ROOT, stdout=log, stderr=log
             )
 
     def grow(self) -> None:
@@ -208,15 +208,18 @@ def test_job_loses_no_step_by_late_dns_deleted_pods_and_a_lost_node(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trainjob_loses_no_step_by_deleted_pods_and_a_lost_node(tmp_path: Path) -> None:
-    """Its first pod is lost too, and in the end all of them: the claim has the state."""
+    """Its first pod is late, and deleted, and in the end all of them are: the claim has the state."""
     why = virtual_network.unavailable_reason()
     if why and "CI" not in os.environ:
         pytest.skip(why)
     documents = [manifests.render_trainjob(*manifests.load_documents(manifests.TRAINJOB))]
     with Pods(tmp_path, documents, has_claim=True) as pods:
-        for index in pods.indices:
-            pods.start(index)
-        pods.wait_world(3)
+        pods.env["PET_RDZV_CONF"] = "last_call_timeout=1s"  # the first world has two pods
+        pods.start(1)
+        pods.start(2)
+        step = pods.wait_world(2)
+        pods.start(0)
+        pods.wait_world(3, step)
 
         pods.delete(0)
         pods.remove(0)
