@@ -143,8 +143,9 @@ class Pods(ClosedAtExit):
         return max((int(event["step"]) for event in self.events(index, "step")), default=0)
 
     def read_log(self, index: int) -> str:
-        """Return what the agents of an index have printed."""
-        return self._log(index).read_text(errors="replace")
+        """Return what the agents of an index have printed; nothing before the first."""
+        log = self._log(index)
+        return log.read_text(errors="replace") if log.exists() else ""
 
     def wait_world(self, size: int, after: int = 0) -> int:
         """Wait until a world of this size has trained beyond a step; check that it repeated none."""
