@@ -48,7 +48,6 @@ KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
     "workers": (_PET_WORKERS, "ELASTIC_RESUME_WORKERS"),
 }
 PET_VARIABLES: dict[str, tuple[str, ...]] = {
-    "name": ("HOSTNAME",),
     "order": ("PET_NODE_RANK",),
     "nodes": ("PET_NNODES",),
     "least": _LEAST,
@@ -62,7 +61,7 @@ PET_VARIABLES: dict[str, tuple[str, ...]] = {
 SKYPILOT_VARIABLES: dict[str, tuple[str, ...]] = {
     "job": ("SKYPILOT_TASK_ID",),
     "order": ("SKYPILOT_NODE_RANK",),
-    "nodes": ("SKYPILOT_NUM_NODES",),
+    "nodes": ("SKYPILOT_NODE_IPS",),
     "least": _LEAST,
     "peers": ("SKYPILOT_NODE_IPS",),
     "workers": (_PET_WORKERS, "SKYPILOT_NUM_GPUS_PER_NODE"),
@@ -377,8 +376,7 @@ def _read_pet(reader: _VariableReader) -> SchedulerContext:
 def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
     """Read SkyPilot's variables. A recovered job has other machines, so a node's name is its rank."""
     order, peers = reader.read_number("order", 0), tuple(reader.read_text("peers").split())
-    least, nodes = reader.read_nodes()
-    job = reader.read_text("job")
+    nodes, job = max(1, len(reader.read_text("nodes").split())), reader.read_text("job")
     if not job.startswith("sky-managed-"):  # another one names a single start
         job, _ = "", reader.sources.pop("job", "")
     reader.sources["name"] = reader.sources.get("order", "default")
@@ -388,7 +386,7 @@ def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
         job=sanitize_name(job, "") if job else "",
         node_order=order,
         max_nodes=nodes,
-        min_nodes=least,
+        min_nodes=reader.read_least(nodes, 1),
         peers=peers,
         candidates=tuple(f"{peer}:{DEFAULT_PORT}" for peer in peers[:MAX_CANDIDATES]),
         address=peers[order] if order < len(peers) else "",

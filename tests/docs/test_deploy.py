@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -264,8 +265,9 @@ def without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if key not in keys}
 
 
-def test_pod_of_a_trainjob_needs_no_flags() -> None:
+def test_pod_of_a_trainjob_needs_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a TrainJob without a trainer, whose pods get no PET_* variables, does not train three times."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "digits-node-0-1")
     here = environment.read_context(manifests.pod_environment(shipped_trainjob(), 1, "10.1.2.3"))
     assert (here.scheduler, here.name, here.job) == ("pet", "digits-node-0-1", "digits-node-0")
     assert (here.min_nodes, here.max_nodes, here.workers_per_node) == (2, 3, "1")
@@ -361,7 +363,7 @@ def test_task_of_skypilot_runs_without_flags() -> None:
     assert given == set()
     # As SkyPilot's documentation of a job's environment has it, on the second machine.
     machines = "10.0.0.4\n10.0.0.2\n10.0.0.9"
-    nodes = {"SKYPILOT_NODE_IPS": machines, "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3"}
+    nodes = {"SKYPILOT_NODE_IPS": machines, "SKYPILOT_NODE_RANK": "1"}
     here = environment.read_context({**nodes, **task["envs"], "SKYPILOT_NUM_GPUS_PER_NODE": "1"})
     assert (here.name, here.min_nodes, here.max_nodes) == ("node1", 2, task["num_nodes"])
     assert here.workers_per_node == task["resources"]["accelerators"].partition(":")[2]

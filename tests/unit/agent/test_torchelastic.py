@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, PropertyMock
@@ -92,6 +93,7 @@ def test_start_without_flags_is_the_one_that_doctor_shows(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], nodes: str, endpoint: str
 ) -> None:
     """Nodes, workers and candidates."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "job-node-0-1")
     for name in SLURM:
         monkeypatch.delenv(name)
     for name, value in environ.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import stat
 import subprocess
 import sys
@@ -60,7 +61,6 @@ TRAINER = {
     "PET_NODE_RANK": "1",
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29500",
-    "HOSTNAME": "job-node-0-1",
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
 }
 OPERATOR = {
@@ -68,12 +68,10 @@ OPERATOR = {
     "PET_RDZV_ENDPOINT": "job-worker-0:23456",
     "PET_RDZV_BACKEND": "c10d",
     "PET_RDZV_ID": "job",
-    "HOSTNAME": "job-worker-0",
 }
 SKYPILOT = {
     "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.2\n10.0.0.9\n10.0.0.1",
     "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_NUM_NODES": "4",
     "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     "SKYPILOT_TASK_ID": "sky-managed-2026-11-06-21-18-31-563597_digits_1-0",
     "SLURM_JOB_ID": "5",  # its nodes may be those of a Slurm job
@@ -82,6 +80,12 @@ MINIMUM = "ELASTIC_RESUME_MIN_NODES"
 
 
 # ---- reading -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def in_second_pod_of_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have its host name; other schedulers name nodes by a variable."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "job-node-0-1")
 
 
 def test_slurm_context_describes_nodes_of_step() -> None:
@@ -133,19 +137,21 @@ def test_context_of_trainjob_names_its_numbered_pods() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("host", "master"),
     [
-        {"HOSTNAME": "job-worker-0", "PET_MASTER_ADDR": "job-master-0"},  # a PyTorchJob without elasticPolicy
-        {"HOSTNAME": "n1", "PET_MASTER_ADDR": "n0"},
-        {"HOSTNAME": "job-node-0-2"},  # not where this rank is
-        {"PET_MASTER_ADDR": "10.0.0.7"},
+        ("job-worker-0", "job-master-0"),  # a PyTorchJob without elasticPolicy
+        ("n1", "n0"),
+        ("job-node-0-2", "job-node-0-0.job"),  # not where this rank is
+        ("job-node-0-1", "10.0.0.7"),
     ],
 )
-def test_pet_context_has_master_as_only_candidate_of_other_hosts(changed: dict[str, str]) -> None:
+def test_pet_context_has_master_as_only_candidate_of_other_hosts(
+    host: str, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their names say nothing about the others."""
-    environ = {**TRAINER, **changed}
-    here = environment.read_context(environ)
-    assert here.candidates == (f"{environ['PET_MASTER_ADDR']}:29500",)
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    here = environment.read_context({**TRAINER, "PET_MASTER_ADDR": master})
+    assert here.candidates == (f"{master}:29500",)
     assert (here.job, here.problems) == ("", ())
 
 
