@@ -65,7 +65,7 @@ class FilledOptions:
 
 
 def fill_from_scheduler(
-    args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
+    args: argparse.Namespace, given_flags: set[str], context: SchedulerContext
 ) -> FilledOptions:
     """Fill in the flags of ``args`` that are not in ``given_flags``.
 
@@ -73,7 +73,6 @@ def fill_from_scheduler(
         ConfigError: the scheduler's variables, or the shared directory, cannot be used.
 
     """
-    context = scheduler_context
     if context.tasks_per_node > 1:  # the tasks would share the node's directory and ports
         raise _scheduler_error(context)
     if "nproc_per_node" not in given_flags and context.workers_per_node:

@@ -28,7 +28,7 @@ from tests.support.paths import ROOT, SCRIPTS
 from tests.support.processes import wait_for
 
 T = TypeVar("T")
-LIMIT_S = 120.0  # of one wait: an agent imports torch, and so does its fork server
+LIMIT_S = 120.0  # of one wait: the first agent waits until its fork server has imported torch
 
 
 class Pods(ClosedAtExit):
