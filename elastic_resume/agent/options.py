@@ -56,17 +56,16 @@ _TORCHRUN_FORMS = {
 class FilledOptions:
     """What the scheduler has filled in.
 
-    ``given_flags`` are the flags that now have a value. ``rendezvous_conf`` has defaults for --rdzv-conf.
-    ``shared_dir`` is the job's shared directory, if it has one.
+    ``rendezvous_conf`` has defaults for --rdzv-conf. ``shared_dir`` is the job's shared directory, if it has
+    one.
     """
 
-    given_flags: frozenset[str]
     rendezvous_conf: dict[str, str] = field(default_factory=dict)
     shared_dir: SharedDir | None = None
 
 
 def fill_from_scheduler(
-    args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
+    args: argparse.Namespace, given_flags: set[str], context: SchedulerContext
 ) -> FilledOptions:
     """Fill in the flags of ``args`` that are not in ``given_flags``.
 
@@ -74,42 +73,32 @@ def fill_from_scheduler(
         ConfigError: the scheduler's variables, or the shared directory, cannot be used.
 
     """
-    context, filled = scheduler_context, set(given_flags)
     if context.tasks_per_node > 1:  # the tasks would share the node's directory and ports
         raise _scheduler_error(context)
     if "nproc_per_node" not in given_flags and context.workers_per_node:
-        args.nproc_per_node = str(context.workers_per_node)
-    if given_flags & RENDEZVOUS_FLAGS and not (
-        context.scheduler == "pet" and _is_set_by_training_operator(given_flags)
-    ):
-        return FilledOptions(frozenset(filled))
+        args.nproc_per_node = context.workers_per_node
+    if given_flags & RENDEZVOUS_FLAGS:
+        return FilledOptions()
     # Also where the scheduler says one node: if it misreads the number, each node would be a job of its own.
     if context.problems and ("nnodes" not in given_flags or parse_nnodes(args.nnodes)[1] > 1):
         raise _scheduler_error(context)
     if "nnodes" not in given_flags and context.max_nodes > 1:
         args.nnodes = f"{context.min_nodes}:{context.max_nodes}"
     if parse_nnodes(args.nnodes)[1] == 1 or not context.candidates:
-        return FilledOptions(frozenset(filled))
+        return FilledOptions()
     args.rdzv_endpoint = ",".join(context.candidates)
     # The address may belong to another node; then this node finds its own by name.
     if context.address and not args.local_addr and parse_address(context.address) in local_addresses():
         args.local_addr = context.address
-    filled -= {"master_addr", "master_port", "node_rank"}  # the endpoint replaces what the operator set
-    if context.scheduler == "kubernetes":
-        return FilledOptions(frozenset(filled), {"last_call_timeout": POD_LAST_CALL_TIMEOUT})
+    if context.scheduler in {"kubernetes", "pet"}:
+        return FilledOptions({"last_call_timeout": POD_LAST_CALL_TIMEOUT})
     shared_dir = _share_token_in_slurm(args, context) if context.scheduler == "slurm" else None
     token_conf = {} if shared_dir is None else {"token_file": str(shared_dir.token_path)}
-    return FilledOptions(frozenset(filled), token_conf, shared_dir)
+    return FilledOptions(token_conf, shared_dir)
 
 
 def _scheduler_error(context: SchedulerContext) -> ConfigError:
     return ConfigError(f"{context.scheduler}: {'; '.join(context.problems)}.")
-
-
-def _is_set_by_training_operator(given_flags: set[str]) -> bool:
-    """Whether only the PET_* variables of a training operator name the rendezvous."""
-    names = {f"PET_{name.upper()}" for name in given_flags & RENDEZVOUS_FLAGS}
-    return not given_flags & {"rdzv_endpoint", "standalone"} and names <= set(os.environ)
 
 
 def _share_token_in_slurm(args: argparse.Namespace, scheduler_context: SchedulerContext) -> SharedDir | None:

@@ -442,15 +442,16 @@ def prepare_launch(
     options.check_script(args)
     args.rdzv_id = run_id
     args.rdzv_conf = args.rdzv_conf.strip("'\"")  # no shell has removed them from a YAML list of arguments
-    # torchrun's parser has used PET_* variables as defaults.
+    # torchrun's parser has used PET_* variables as defaults. `scheduler_context` has those of a trainer.
     given_flags = given_flags | {
-        name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")
+        name.removeprefix("PET_").lower()
+        for name in os.environ.keys() - scheduler_context.replaced_variables
+        if name.startswith("PET_")
     }
     # PET_STANDALONE=0 and an unset shell variable name no rendezvous; the scheduler still does.
     given_flags = {name for name in given_flags if getattr(args, name, None) is not False}
     given_flags = {name for name in given_flags if getattr(args, name, None) != ""}
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
-    given_flags = set(filled.given_flags)
     one_node = options.parse_nnodes(args.nnodes) == (1, 1)
     _choose_rendezvous(args, given_flags, one_node=one_node)
     if "max_restarts" not in given_flags:
@@ -649,6 +650,7 @@ def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_n
     args.rdzv_backend = RENDEZVOUS_BACKEND
     if args.node_rank < 0:
         raise ConfigError(f"--node-rank is {args.node_rank}: write a whole number, 0 or more.")
+    args.node_rank = 0  # the agent has it; torchrun would warn that it has no use for another
     by_master = bool(given_flags & {"master_addr", "master_port", "node_rank"})
     if args.standalone or (one_node and not args.rdzv_endpoint):
         if not one_node:

@@ -66,7 +66,8 @@ def doctor(args: argparse.Namespace) -> int:
         *check_scheduler(context),
         *check_settings(os.environ),
         *check_machine(args.ckpt_dir, os.environ),
-        *check_installation(_read_workers(context, os.environ)),
+        # As many workers as GPUs (auto) count as one here, which never is too many.
+        *check_installation(int(context.workers_per_node) if context.workers_per_node.isdecimal() else 1),
     ]
     problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
     write_stdout(format_findings(findings, problems) + "\n")
@@ -113,7 +114,7 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         "peers": peers,
         "candidates": ", ".join(context.candidates) if context.max_nodes > 1 else "",
         "address": context.address,
-        "workers": str(context.workers_per_node or 1),
+        "workers": context.workers_per_node or "1",
         "restarts": str(context.restarts) if context.scheduler == "slurm" else "",
         "slurm job": context.slurm_job,
         "deadline": _format_time(context.deadline),
@@ -124,9 +125,10 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         "nodes": "default",
         "scheduler": "environment",
     }
-    sources = {**defaults, "candidates": context.sources.get("peers", ""), "restarts": "not set: first start"}
+    source = context.sources.get("endpoint", context.sources.get("peers", ""))
+    sources = {**defaults, "candidates": source, "restarts": "not set: first start"}
     if context.scheduler == "host":
-        sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
+        sources["scheduler"] = "no variable of a scheduler or a trainer is set"
     sources |= context.sources
     return [Finding(name, value, sources.get(name, "")) for name, value in values.items() if value]
 
@@ -219,12 +221,6 @@ def _check_nvidia(workers: int) -> list[Finding]:
             problem = f"{name} ({gpu.uuid}), of local rank {rank}, {value}" if rank < workers else ""
             found.append(Finding(name, value, gpu.name, problem))
     return found
-
-
-def _read_workers(context: SchedulerContext, environ: Mapping[str, str]) -> int:
-    """Return the number of workers; as many as GPUs count as one, which never is too many."""
-    text = environ.get("PET_NPROC_PER_NODE", "")
-    return int(text) if text.isdecimal() else context.workers_per_node or 1
 
 
 def _check_shared_memory() -> Finding:

@@ -1,4 +1,4 @@
-"""Read the variables that Slurm, Kubernetes or Kubeflow (``PET_*``) sets in a node's environment.
+"""Read the variables that Slurm, Kubernetes, Kubeflow (``PET_*``) or SkyPilot sets in a node's environment.
 
 One dict per scheduler maps each concept to its variable, and `SchedulerContext.sources` says where each value
 came from. A node keeps its name when it comes back, so it finds its own checkpoints. A job keeps its name
@@ -19,14 +19,18 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import slurm
 from elastic_resume.units import parse_duration
 
+# The fewest nodes that train, where the scheduler names one number of nodes. A user or a runtime sets it.
+_LEAST = ("ELASTIC_RESUME_MIN_NODES",)
+_PET_WORKERS = "PET_NPROC_PER_NODE"  # stands for torchrun's flag, also beside a scheduler's own variable
 # Concept -> variables that may hold it, the first that is set wins.
 SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
     "name": ("SLURMD_NODENAME",),
     "job": ("SLURM_JOB_ID",),
     "order": ("SLURM_NODEID",),
     "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+    "least": _LEAST,
     "peers": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-    "workers": ("SLURM_GPUS_ON_NODE",),
+    "workers": (_PET_WORKERS, "SLURM_GPUS_ON_NODE"),
     "restarts": ("SLURM_RESTART_COUNT",),  # not set before the first restart
     "deadline": ("SLURM_JOB_END_TIME",),  # set since Slurm 23.02; before, squeue is asked
 }
@@ -37,19 +41,32 @@ KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
     "order": ("JOB_COMPLETION_INDEX",),
     "job": ("ELASTIC_RESUME_JOB",),
     "nodes": ("ELASTIC_RESUME_NODES",),
+    "least": _LEAST,
     "service": ("ELASTIC_RESUME_SERVICE",),
     "namespace": ("POD_NAMESPACE",),
     "address": ("POD_IP",),
-    "workers": ("ELASTIC_RESUME_WORKERS",),
+    "workers": (_PET_WORKERS, "ELASTIC_RESUME_WORKERS"),
 }
 PET_VARIABLES: dict[str, tuple[str, ...]] = {
     "order": ("PET_NODE_RANK",),
     "nodes": ("PET_NNODES",),
+    "least": _LEAST,
+    "endpoint": ("PET_RDZV_ENDPOINT",),
     "peers": ("PET_MASTER_ADDR",),
     "port": ("PET_MASTER_PORT",),
     "job": ("PET_RDZV_ID",),
-    "workers": ("PET_NPROC_PER_NODE",),
+    "address": ("POD_IP",),
+    "workers": (_PET_WORKERS,),
 }
+SKYPILOT_VARIABLES: dict[str, tuple[str, ...]] = {
+    "job": ("SKYPILOT_TASK_ID",),
+    "order": ("SKYPILOT_NODE_RANK",),
+    "nodes": ("SKYPILOT_NODE_IPS",),
+    "least": _LEAST,
+    "peers": ("SKYPILOT_NODE_IPS",),
+    "workers": (_PET_WORKERS, "SKYPILOT_NUM_GPUS_PER_NODE"),
+}
+HOST_VARIABLES: dict[str, tuple[str, ...]] = {"workers": (_PET_WORKERS,)}
 MAX_CANDIDATES = 3  # any one of them may be absent
 DEFAULT_PORT = 29400  # torchrun's own
 SLURM_PORTS = range(20000, 30000)  # below the ports that Linux chooses itself (32768 and up)
@@ -61,7 +78,7 @@ class SchedulerContext:
     """One node of one job, as the scheduler describes it.
 
     Attributes:
-        scheduler: ``slurm``, ``kubernetes``, ``pet`` or ``host``.
+        scheduler: ``slurm``, ``kubernetes``, ``pet``, ``skypilot`` or ``host``.
         name: name of the node, safe as a directory name.
         job: name of the job, the same after each requeue; empty if unknown.
         node_order: index of the node among the others.
@@ -70,7 +87,7 @@ class SchedulerContext:
         peers: names of all nodes in order, as far as known.
         candidates: ``HOST:PORT`` of the nodes that newcomers call; empty if unknown.
         address: address at which others reach this node, if known.
-        workers_per_node: workers per node; None if unknown.
+        workers_per_node: workers per node, as torchrun takes them (``8``, ``auto``); empty if unknown.
         restarts: number of earlier starts of the job.
         launch_id: name of this start of the whole job, if the scheduler had ended all of it before; else
             empty.
@@ -90,7 +107,7 @@ class SchedulerContext:
     peers: tuple[str, ...] = ()
     candidates: tuple[str, ...] = ()
     address: str = ""
-    workers_per_node: int | None = None
+    workers_per_node: str = ""
     restarts: int = 0
     launch_id: str = ""
     slurm_job: str = ""
@@ -98,6 +115,12 @@ class SchedulerContext:
     tasks_per_node: int = 1
     problems: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def replaced_variables(self) -> frozenset[str]:
+        """Return the ``PET_*`` variables that this context stands for."""
+        variables = PET_VARIABLES.values() if self.scheduler == "pet" else ()
+        return frozenset(name for names in variables for name in names)
 
 
 def read_context(environ: Mapping[str, str]) -> SchedulerContext:
@@ -109,7 +132,9 @@ def read_context(environ: Mapping[str, str]) -> SchedulerContext:
 
 
 def detect_scheduler(environ: Mapping[str, str]) -> str:
-    """Return ``slurm``, ``kubernetes``, ``pet`` or ``host``."""
+    """Return ``slurm``, ``kubernetes``, ``pet``, ``skypilot`` or ``host``."""
+    if "SKYPILOT_NODE_IPS" in environ:  # its nodes may be pods, or the nodes of a Slurm job
+        return "skypilot"
     if "SLURM_JOB_ID" in environ:
         return "slurm"
     if "PET_NNODES" in environ or "PET_MASTER_ADDR" in environ:
@@ -164,17 +189,39 @@ class _VariableReader:
             self.problems.append(f"{self.sources.pop(concept)} is {text!r}, which is no number")
         return default
 
-    def read_range(self, concept: str) -> tuple[int, int]:
-        """Parse ``N``, which means 1 to N, or ``MIN:MAX``."""
-        text = self.read_text(concept, "1")
-        match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
-        least, most = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    def read_nodes(self, *, is_exact: bool = False) -> tuple[int, int]:
+        """Parse ``MIN:MAX`` or ``N``: N nodes if ``is_exact``, else 1 to N, or as `read_least` says."""
+        text = self.read_text("nodes")
+        match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text or "1")
+        least, most = (int(match[1] or 0), int(match[2])) if match else (0, 0)
+        if match and match[1] is None and most > 0:
+            least = self.read_least(most, most if is_exact else 1)
         if not 1 <= least <= most:
-            self.problems.append(
-                f"{self.sources.pop(concept, concept)} is {text!r}, which is neither N nor MIN:MAX"
-            )
+            self.problems.append(f"{self.sources.pop('nodes')} is {text!r}, which is neither N nor MIN:MAX")
             return 1, 1
         return least, most
+
+    def read_least(self, most: int, default: int) -> int:
+        """Return the fewest nodes that train. A minimum for many jobs may exceed the nodes of a small one."""
+        least = self.read_number("least", default)
+        variable = self.sources.pop("least", "")
+        if variable and least > 1 and "nodes" not in self.sources:
+            self.problems.append(
+                f"{variable} is {least}, and nothing says how many nodes there are: a TrainJob needs "
+                "spec.trainer, another pod ELASTIC_RESUME_NODES"
+            )
+        elif variable and "nodes" in self.sources:
+            self.sources["nodes"] = f"{variable} and {self.sources['nodes']}"
+        return max(1, min(least, most))
+
+    def read_workers(self) -> str:
+        text = self.read_text("workers")
+        if self.sources.get("workers") == _PET_WORKERS:
+            return text  # torch judges it: a number, or auto, cpu or gpu
+        if self.read_number("workers", 0) > 0:
+            return text
+        self.sources.pop("workers", None)
+        return ""
 
     def read_name(self) -> str:
         text = self.read_text("name")
@@ -204,9 +251,10 @@ def _read_slurm(reader: _VariableReader) -> SchedulerContext:
         job=sanitize_name(f"slurm-{number}", "slurm"),
         node_order=reader.read_number("order", 0),
         max_nodes=nodes,
+        min_nodes=reader.read_least(nodes, 1),
         peers=peers,
         candidates=tuple(f"{peer}:{port}" for peer in peers[:MAX_CANDIDATES]),
-        workers_per_node=reader.read_number("workers", 0) or None,
+        workers_per_node=reader.read_workers(),
         restarts=restarts,
         launch_id=f"slurm {number} {restarts}",
         slurm_job=number,
@@ -258,7 +306,7 @@ def _count_tasks_per_node(environ: Mapping[str, str]) -> int:
 def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
     """Read the variables of a pod of an Indexed Job, as in deploy/kubernetes."""
     name, index = reader.read_name(), reader.read_number("order", 0)
-    least, nodes = reader.read_range("nodes")
+    least, nodes = reader.read_nodes()
     job = reader.read_text("job") or _job_from_pod_name(reader, name)
     service, space = reader.read_text("service"), reader.read_text("namespace")
     domain = f".{service}.{space}.svc" if service and space else f".{service}"
@@ -268,8 +316,6 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
             f"a pod of {nodes}: without the Job's and the Service's name it cannot find the others (see "
             "deploy/kubernetes)"
         )
-    if nodes > 1 and index >= nodes:
-        reader.problems.append(f"JOB_COMPLETION_INDEX is {index}, and ELASTIC_RESUME_NODES is {nodes} nodes")
     return SchedulerContext(
         "kubernetes",
         name,
@@ -284,7 +330,7 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
         if nodes > 1
         else (),
         address=reader.read_text("address"),
-        workers_per_node=reader.read_number("workers", 0) or None,
+        workers_per_node=reader.read_workers(),
     )
 
 
@@ -298,29 +344,64 @@ def _job_from_pod_name(reader: _VariableReader, name: str) -> str:
 
 
 def _read_pet(reader: _VariableReader) -> SchedulerContext:
-    """Read Kubeflow's variables: node 0 is the candidate. torchrun's own parser reads the others."""
+    """Read the variables that Kubeflow sets in place of torchrun's flags."""
+    name, order = reader.read_name(), reader.read_number("order", 0)
+    least, nodes = reader.read_nodes(is_exact=True)
     host, port = reader.read_text("peers"), reader.read_number("port", DEFAULT_PORT)
-    least, nodes = reader.read_range("nodes")
     job = reader.read_text("job")
+    job = "" if job == "none" else job  # torchrun's default is this word
+    peers: tuple[str, ...] = (host,) if host else ()
+    # The hosts of Kubeflow's Trainer are numbered: STEM-0.REST leads, and the host STEM-ORDER is this one.
+    numbered = re.fullmatch(r"(.+)-0(\..+)?", host)
+    if numbered and name == f"{numbered[1]}-{order}":
+        peers = tuple(f"{numbered[1]}-{at}{numbered[2] or ''}" for at in range(nodes))
+        if not job:
+            job, reader.sources["job"] = numbered[1], reader.sources["peers"]
+    endpoint = reader.read_text("endpoint")
+    candidates = endpoint.split(",") if endpoint else [f"{peer}:{port}" for peer in peers[:MAX_CANDIDATES]]
     return SchedulerContext(
         "pet",
-        reader.read_name(),
-        job=sanitize_name(job, "") if job and job != "none" else "",
-        node_order=reader.read_number("order", 0),
+        name,
+        job=sanitize_name(job, "") if job else "",
+        node_order=order,
         max_nodes=nodes,
         min_nodes=least,
-        peers=(host,) if host else (),
-        candidates=(f"{host}:{port}",) if host else (),
+        peers=peers,
+        candidates=tuple(candidates),
+        address=reader.read_text("address"),
+        workers_per_node=reader.read_workers(),
+    )
+
+
+def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
+    """Read SkyPilot's variables. A recovered job has other machines, so a node's name is its rank."""
+    order, peers = reader.read_number("order", 0), tuple(reader.read_text("peers").split())
+    nodes, job = max(1, len(reader.read_text("nodes").split())), reader.read_text("job")
+    if not job.startswith("sky-managed-"):  # another one names a single start
+        job, _ = "", reader.sources.pop("job", "")
+    reader.sources["name"] = reader.sources.get("order", "default")
+    return SchedulerContext(
+        "skypilot",
+        f"node{order}",
+        job=sanitize_name(job, "") if job else "",
+        node_order=order,
+        max_nodes=nodes,
+        min_nodes=reader.read_least(nodes, 1),
+        peers=peers,
+        candidates=tuple(f"{peer}:{DEFAULT_PORT}" for peer in peers[:MAX_CANDIDATES]),
+        address=peers[order] if order < len(peers) else "",
+        workers_per_node=reader.read_workers(),
     )
 
 
 def _read_host(reader: _VariableReader) -> SchedulerContext:
-    return SchedulerContext("host", reader.read_name())
+    return SchedulerContext("host", reader.read_name(), workers_per_node=reader.read_workers())
 
 
 _READERS: dict[str, tuple[Callable[[_VariableReader], SchedulerContext], dict[str, tuple[str, ...]]]] = {
     "slurm": (_read_slurm, SLURM_VARIABLES),
     "kubernetes": (_read_kubernetes, KUBERNETES_VARIABLES),
     "pet": (_read_pet, PET_VARIABLES),
-    "host": (_read_host, {}),
+    "skypilot": (_read_skypilot, SKYPILOT_VARIABLES),
+    "host": (_read_host, HOST_VARIABLES),
 }

@@ -58,6 +58,8 @@ NOT_RUN = (
     (r"\bnode[012]\b.*\.py|--rdzv-endpoint node|-rdzv-id|getent hosts", "sh", "needs several machines"),
     ("pip install|python -m build|git clone", "sh", "needs the network; a test installs the wheel"),
     (r"\bmake ", "sh", "the tests run by it"),
+    (r"\$MASTER_ADDR|\$LWS_", "sh", "needs the pods of another controller"),
+    ("sky (jobs|volumes) ", "sh", "needs SkyPilot"),
     ("ssh |systemctl ", "sh", "needs another machine"),
     ("preemption-notice|PREEMPTION_NOTICE", "sh", "asks a cloud; unit/schedulers/test_preemption.py"),
     ("elastic-resume chaos", "sh", "integration/test_chaos.py runs it, for a minute"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate as schemas
 import pytest
 import yaml
@@ -171,6 +174,112 @@ def test_values_that_stand_in_two_places_agree() -> None:
     assert parse_kubernetes_quantity("shm", shared["sizeLimit"]) < limits["memory"]
 
 
+def shipped_trainjob() -> list[dict[str, Any]]:
+    """The JobSet that the Trainer makes of the TrainJob."""
+    return [manifests.render_trainjob(*manifests.load_documents(manifests.TRAINJOB))]
+
+
+def fields(required: str = "", **properties: object) -> dict[str, Any]:
+    """Return the schema of an object with these properties and no others; {} takes any value."""
+    found = {"properties": properties, "required": required.split(), "additionalProperties": False}
+    return {"type": "object", **found}
+
+
+ANY: dict[str, Any] = {}
+TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+LABELS = {"type": "object", "additionalProperties": TEXT}
+# The fields of version 2.3 of the Trainer and of its JobSets, as far as these files may need them.
+JOBSET_SPEC = fields(
+    network=fields(enableDNSHostnames={"type": "boolean"}, subdomain=TEXT),
+    failurePolicy=fields(maxRestarts=COUNT, restartStrategy=TEXT, rules=ANY),
+    successPolicy=ANY,
+    replicatedJobs={
+        "type": "array",
+        "items": fields("name template", name=TEXT, replicas=COUNT, dependsOn=ANY, template=ANY),
+    },
+)
+RESOURCES = {
+    "ClusterTrainingRuntime": fields(
+        "mlPolicy template",
+        mlPolicy=fields(numNodes=COUNT, torch=fields(envInjection=ANY)),
+        podGroupPolicy=ANY,
+        template=fields("spec", metadata=ANY, spec=JOBSET_SPEC),
+    ),
+    "TrainJob": fields(
+        "runtimeRef",
+        runtimeRef=fields("name", name=TEXT, apiGroup=TEXT, kind=TEXT),
+        trainer=fields(
+            image=TEXT,
+            command=ANY,
+            args={"type": "array", "items": TEXT},
+            env=ANY,
+            numNodes=COUNT,
+            numProcPerNode=COUNT,
+            resourcesPerNode=fields(requests=ANY, limits=ANY),
+        ),
+        initializer=ANY,
+        runtimePatches=ANY,
+        suspend={"type": "boolean"},
+        activeDeadlineSeconds=COUNT,
+    ),
+}
+
+
+def test_trainer_takes_the_runtime_and_the_trainjob() -> None:
+    """By their fields, and by the three rules of its webhook for runtimes."""
+    runtime, trainjob = manifests.load_documents(manifests.TRAINJOB)
+    for document in (runtime, trainjob):
+        spec = RESOURCES[document["kind"]]
+        meta = fields("name", name=TEXT, labels=LABELS)
+        whole = fields("metadata spec", apiVersion=TEXT, kind=TEXT, metadata=meta, spec=spec)
+        jsonschema.validate(document, whole)
+        assert document["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**document, "spec": {**document["spec"], "numNodes": 3}}, whole)
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert job["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert (job["replicas"], container(job["template"]["spec"])["name"]) == (1, "node")
+    assert trainjob["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert trainjob["spec"]["trainer"]["args"] == container(shipped_job())["args"]
+    # It names the first pod by the TrainJob, which a subdomain of the runtime's own would not do.
+    assert "network" not in runtime["spec"]["template"]["spec"]
+
+
+def test_trainjob_runs_the_same_job() -> None:
+    """Its policies, its pods and the container, but for what the Trainer sets."""
+    spec, job = manifests.job_spec(shipped_trainjob()), shipped_job()
+    for minor in range(31, 38):
+        document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "digits"}, "spec": spec}
+        schemas.validate(document, MINORS[minor], strict=True)
+    named = yaml.safe_load(yaml.dump(job).replace("containerName: agent", "containerName: node"))
+    assert without(spec, "template") == without(named, "template")
+    pods = [one["template"]["spec"] for one in (spec, job)]
+    first, second = (without(pod, "containers", "affinity", "subdomain") for pod in pods)
+    assert first == second
+    first, second = (without(container(one), "name", "env", "resources", "ports") for one in (spec, job))
+    assert first == second
+
+
+def without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Return the mapping without these keys."""
+    return {key: value for key, value in mapping.items() if key not in keys}
+
+
+def test_pod_of_a_trainjob_needs_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a TrainJob without a trainer, whose pods get no PET_* variables, does not train three times."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "digits-node-0-1")
+    here = environment.read_context(manifests.pod_environment(shipped_trainjob(), 1, "10.1.2.3"))
+    assert (here.scheduler, here.name, here.job) == ("pet", "digits-node-0-1", "digits-node-0")
+    assert (here.min_nodes, here.max_nodes, here.workers_per_node) == (2, 3, "1")
+    assert here.candidates[2] == "digits-node-0-2.digits:29500"
+    assert (here.address, here.problems) == ("10.1.2.3", ())
+    runtime, trainjob = manifests.load_documents(manifests.TRAINJOB)
+    del trainjob["spec"]["trainer"]
+    alone = [manifests.render_trainjob(runtime, trainjob)]
+    (problem,) = environment.read_context(manifests.pod_environment(alone, 1, "10.1.2.3")).problems
+    assert "a TrainJob needs spec.trainer" in problem
+
+
 @pytest.mark.parametrize(
     ("files", "job"),
     [(manifests.JOB, "elastic-resume-train"), (manifests.JOBSET, "elastic-resume-train-node-0")],
@@ -178,14 +287,15 @@ def test_values_that_stand_in_two_places_agree() -> None:
 def test_every_variable_that_a_pod_reads_is_set(files: tuple[str, ...], job: str) -> None:
     """By the Job, by its controller, or by Kubernetes; and each variable of ours is one that exists."""
     env = manifests.pod_environment(manifests.load_documents(files), 2, "10.1.2.3")
-    read = {variable for variables in environment.KUBERNETES_VARIABLES.values() for variable in variables}
-    assert read <= set(env)
+    concepts = {k: set(v) for k, v in environment.KUBERNETES_VARIABLES.items() if k != "least"}
+    assert [concept for concept, variables in concepts.items() if not variables & set(env)] == []
+    read = set().union(*concepts.values())
     known = {getattr(constants, name) for name in dir(constants) if name.startswith("ENV_")}
     assert {name for name in env if name.startswith(constants.ENV_PREFIX)} <= read | known
     here = environment.read_context(env)
     assert here.problems == ()
     assert (here.name, here.job, here.node_order, here.address) == (f"{job}-2", job, 2, "10.1.2.3")
-    assert (here.min_nodes, here.max_nodes, here.workers_per_node) == (2, 3, 1)
+    assert (here.min_nodes, here.max_nodes, here.workers_per_node) == (2, 3, "1")
     assert here.candidates[0] == f"{job}-0.elastic-resume-train.ml.svc:29400"
     assert environment.read_termination_grace_s(env) == 120
 
@@ -237,6 +347,31 @@ def test_the_example_of_the_job_is_in_the_image() -> None:
     script, *words = agent["args"]
     source = (ROOT / script).read_text()
     assert [word for word in words if f'"{word.partition("=")[0]}"' not in source] == []
+
+
+# ---- SkyPilot ----------------------------------------------------------------------------------------
+
+
+def test_task_of_skypilot_runs_without_flags() -> None:
+    """Its run command is one of ours, and what it sets is read."""
+    task = yaml.safe_load((DEPLOY / "skypilot" / "task.yaml").read_text())
+    (line,) = task["run"].splitlines()
+    words = line.split()
+    assert words[:3] == ["exec", "elastic-resume", "run"]  # a shell in between would swallow SIGTERM
+    args, given = config.parse_flags(torchelastic.build_parser(), words[3:], {})
+    assert (ROOT / args.training_script).exists()
+    assert given == set()
+    # As SkyPilot's documentation of a job's environment has it, on the second machine.
+    machines = "10.0.0.4\n10.0.0.2\n10.0.0.9"
+    nodes = {"SKYPILOT_NODE_IPS": machines, "SKYPILOT_NODE_RANK": "1"}
+    here = environment.read_context({**nodes, **task["envs"], "SKYPILOT_NUM_GPUS_PER_NODE": "1"})
+    assert (here.name, here.min_nodes, here.max_nodes) == ("node1", 2, task["num_nodes"])
+    assert here.workers_per_node == task["resources"]["accelerators"].partition(":")[2]
+    assert here.problems == ()
+    assert set(task["volumes"]) == {task["envs"][constants.ENV_CKPT_DIR]}
+    assert set(task["secrets"]) == {constants.ENV_TOKEN}
+    codes = task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert codes == [constants.EXIT_REQUEUE, constants.EXIT_SIGNAL_BASE + signal.SIGTERM]
 
 
 # ---- Slurm -------------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ TEXTS = [README, *PAGES, *DEPLOY]
 FOREIGN = {
     "--busy-core",
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
-    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--from-literal", "--full",
-    "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
+    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--filename", "--follow", "--from-literal",
+    "--full", "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
     "--kustomize", "--main-process-ip", "--newest", "--no-kill", "--no-requeue", "--nodelist",
     "--ntasks-per-node", "--num-machines", "--num-processes", "--nv", "--oldest", "--only", "--open-mode",
-    "--output", "--prefix", "--print-completion", "--privileged", "--pwd", "--requeue", "--selector",
-    "--setup", "--signal", "--step-delay", "--time", "--wait",
+    "--output", "--patch", "--prefix", "--print-completion", "--privileged", "--pwd", "--requeue",
+    "--secret", "--selector", "--setup", "--signal", "--step-delay", "--time", "--wait",
 }  # fmt: skip
 # Settings of the tests in the Makefile and in docs/benchmarks.md.
 FOREIGN_VARIABLES = {

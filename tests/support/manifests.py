@@ -1,7 +1,8 @@
-"""The Job of deploy/kubernetes, and what Kubernetes makes of it: a pod's variables, and the end of a pod."""
+"""The jobs of deploy/kubernetes, and what controllers make of them: a pod's variables and its end."""
 
 from __future__ import annotations
 
+import copy
 import secrets
 from typing import Any
 
@@ -15,6 +16,7 @@ NAMESPACE = "ml"
 CONTENT_OF_KEY = "what all pods share, and nobody else"
 JOB = ("claim.yaml", "pdb.yaml", "service.yaml", "job.yaml")
 JOBSET = ("jobset.yaml",)
+TRAINJOB = ("clustertrainingruntime.yaml", "trainjob.yaml")
 
 
 def load_documents(files: tuple[str, ...] = JOB) -> list[dict[str, Any]]:
@@ -28,10 +30,48 @@ def job_spec(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec
 
 
+def job_name(documents: list[dict[str, Any]]) -> str:
+    """Return the Job's name, which a JobSet derives from its own."""
+    top = documents[-1]
+    name: str = top["metadata"]["name"]
+    return f"{name}-{top['spec']['replicatedJobs'][0]['name']}-0" if top["kind"] == "JobSet" else name
+
+
+def render_trainjob(runtime: dict[str, Any], trainjob: dict[str, Any]) -> dict[str, Any]:
+    """Return the JobSet that Kubeflow's Trainer makes of a TrainJob (its plugins torch and jobset)."""
+    name, trainer = trainjob["metadata"]["name"], trainjob["spec"].get("trainer")
+    spec = copy.deepcopy(runtime["spec"]["template"]["spec"])
+    jobset = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+    job = job_spec([jobset])
+    nodes = (trainer or {}).get("numNodes", runtime["spec"]["mlPolicy"]["numNodes"])
+    job["completions"] = job["parallelism"] = nodes
+    job["template"]["spec"]["subdomain"] = name  # of the JobSet's network
+    if trainer is None:
+        return jobset
+    node = container(job)
+    node["args"], node["resources"] = trainer["args"], trainer["resourcesPerNode"]
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    node["env"] += [
+        *trainer.get("env", ()),
+        {"name": "PET_NNODES", "value": str(nodes)},
+        {"name": "PET_NPROC_PER_NODE", "value": str(trainer["numProcPerNode"])},
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        {"name": "PET_MASTER_ADDR", "value": f"{name}-node-0-0.{name}"},
+        {"name": "PET_MASTER_PORT", "value": "29500"},
+    ]
+    return jobset
+
+
 def container(job: dict[str, Any]) -> dict[str, Any]:
     """Return the container of a Job."""
+    found: dict[str, Any]
     (found,) = job["template"]["spec"]["containers"]
-    return dict(found)
+    return found
 
 
 def adapt_to_kubernetes_1_29(job: dict[str, Any]) -> None:
@@ -42,11 +82,9 @@ def adapt_to_kubernetes_1_29(job: dict[str, Any]) -> None:
 
 def pod_environment(documents: list[dict[str, Any]], index: int, address: str) -> dict[str, str]:
     """Return the variables of a new pod of an index."""
-    top = documents[-1]
-    job = top["metadata"]["name"]
-    if top["kind"] == "JobSet":
-        job = f"{job}-{top['spec']['replicatedJobs'][0]['name']}-0"
+    job = job_name(documents)
     fields = {
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
         "metadata.name": f"{job}-{index}-{secrets.token_hex(3)}",
         "metadata.namespace": NAMESPACE,
         "metadata.uid": secrets.token_hex(16),

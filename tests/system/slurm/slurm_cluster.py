@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_resume.testing.virtual_network import unavailable_reason as hosts_available
+from tests.support.agent_fork_server import FREEZER, ShimAgentServer
 from tests.support.closing import ClosedAtExit
 from tests.support.machines import Machines
 from tests.support.paths import ROOT
-from tests.system.slurm import agent_fork_server
-from tests.system.slurm.agent_fork_server import FREEZER, SlurmAgentServer
 
 T = TypeVar("T")
 
@@ -113,7 +112,7 @@ class SlurmCluster(ClosedAtExit):
             if not name.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))
         }
         self.env = {**own, "SLURM_CONF": str(directory / "slurm.conf")}
-        self._agent_server: SlurmAgentServer | None = None
+        self._agent_server: ShimAgentServer | None = None
         try:
             self._configure()
             self.machines.boot()
@@ -249,13 +248,8 @@ class SlurmCluster(ClosedAtExit):
         real = Path(sys.executable).parent
         self.env["PATH"] = f"{real}:{self.env['PATH']}"
         if FREEZER.is_dir():
-            shim = self.directory / "bin" / "elastic-resume"
-            shim.parent.mkdir()
-            path = self.directory / "agents"
-            shim.write_text(agent_fork_server.SHIM.format(python=sys.executable, socket=path))
-            shim.chmod(0o755)
-            self._agent_server = SlurmAgentServer(path, {**self.env, "OMP_NUM_THREADS": "1"})
-            self.env["PATH"] = f"{shim.parent}:{self.env['PATH']}"
+            self._agent_server = ShimAgentServer(self.directory, {**self.env, "OMP_NUM_THREADS": "1"})
+            self.env["PATH"] = f"{self._agent_server.bin_dir}:{self.env['PATH']}"
 
     def _start_daemon(self, index: int, log: str, tool: str, *argv: str) -> subprocess.Popen[bytes]:
         with open(self.directory / f"{log}.log", "ab") as output:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, PropertyMock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import determine_local_world_size
 
 from elastic_resume import config, constants
 from elastic_resume.agent import torchelastic
+from elastic_resume.commands import doctor
 from elastic_resume.errors import NodeFileError
 from elastic_resume.policy.restart import GaveUp, GenerationReport, RestartsExhausted
 from elastic_resume.policy.start_cost import StartCost
@@ -20,6 +23,7 @@ from elastic_resume.rendezvous.core.messages import FailJob, Header
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.schedulers import environment
+from tests.unit.schedulers.test_environment import MINIMUM, OPERATOR, POD, SKYPILOT, STEP, TRAINER
 
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -71,6 +75,46 @@ def test_rendezvous_flag_without_value_leaves_the_scheduler_in_charge(
         monkeypatch.setenv(name, value)
     spec = prepare(*words)
     assert (spec.config.min_nodes, spec.config.max_nodes) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes", "endpoint"),
+    [
+        (TRAINER, "3", "job-node-0-0.job:29500,job-node-0-1.job:29500,job-node-0-2.job:29500"),
+        ({**TRAINER, MINIMUM: "2"}, "2 to 3", "job-node-0-0.job:29500,job-node-0-1.job:29500,…"),
+        (OPERATOR, "2 to 4", "job-worker-0:23456"),
+        (POD, "2 to 4", "train-0.peers.ml.svc:29400,…"),
+        ({**POD, "PET_NPROC_PER_NODE": "3"}, "2 to 4", "train-0.peers.ml.svc:29400,…"),
+        (SKYPILOT, "1 to 4", "10.0.0.4:29400,…"),
+        ({**STEP, "ELASTIC_RESUME_TOKEN": "x" * 20}, "1 to 4", "gpu07:24567,…"),
+    ],
+)
+def test_start_without_flags_is_the_one_that_doctor_shows(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], nodes: str, endpoint: str
+) -> None:
+    """Nodes, workers and candidates."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "job-node-0-1")
+    for name in SLURM:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    shown = {row.name: row.value for row in doctor.check_scheduler(environment.read_context(os.environ))}
+    config = prepare().config
+    least, most = config.min_nodes, config.max_nodes
+    assert shown["nodes"] == nodes == (f"{least} to {most}" if least < most else str(most))
+    assert shown["candidates"].replace(" ", "") == config.rdzv_endpoint
+    assert config.rdzv_endpoint.startswith(endpoint.partition("…")[0])
+    assert determine_local_world_size(shown["workers"]) == config.nproc_per_node
+
+
+def test_flag_beats_the_variables_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person types it in the pod."""
+    for name, value in {**TRAINER, MINIMUM: "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in SLURM:
+        monkeypatch.delenv(name)
+    assert prepare("--nnodes", "1:3").config.min_nodes == 1
+    assert prepare("--master-addr", "10.0.0.7").config.rdzv_endpoint == "10.0.0.7:29500"
 
 
 def test_several_workers_get_one_thread_each_without_a_banner(

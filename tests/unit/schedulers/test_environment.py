@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import socket
 import stat
 import subprocess
 import sys
@@ -54,24 +54,45 @@ POD = {
     "POD_NAMESPACE": "ml",
     "POD_IP": "10.1.2.3",
 }
+# As the second pod of a TrainJob, and the first worker of a PyTorchJob.
 TRAINER = {
     "PET_NNODES": "3",
-    "PET_NPROC_PER_NODE": "2",
+    "PET_NPROC_PER_NODE": "auto",
     "PET_NODE_RANK": "1",
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29500",
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
 }
+OPERATOR = {
+    "PET_NNODES": "2:4",
+    "PET_RDZV_ENDPOINT": "job-worker-0:23456",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ID": "job",
+}
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.2\n10.0.0.9\n10.0.0.1",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-managed-2026-11-06-21-18-31-563597_digits_1-0",
+    "SLURM_JOB_ID": "5",  # its nodes may be those of a Slurm job
+}
+MINIMUM = "ELASTIC_RESUME_MIN_NODES"
 
 
 # ---- reading -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def in_second_pod_of_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have its host name; other schedulers name nodes by a variable."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "job-node-0-1")
 
 
 def test_slurm_context_describes_nodes_of_step() -> None:
     """A step may have fewer nodes than its job; the run id stays over requeues."""
     here = environment.read_context(STEP)
     assert (here.scheduler, here.name, here.job) == ("slurm", "gpu08", "slurm-1234567")
-    assert (here.node_order, here.max_nodes, here.workers_per_node, here.restarts) == (1, 4, 8, 2)
+    assert (here.node_order, here.max_nodes, here.workers_per_node, here.restarts) == (1, 4, "8", 2)
     assert here.peers == ("gpu07", "gpu08", "gpu09", "gpu11")
     assert here.candidates == ("gpu07:24567", "gpu08:24567", "gpu09:24567")
     assert (here.launch_id, here.slurm_job, here.deadline) == ("slurm 1234567 2", "1234567", 1900000000)
@@ -106,11 +127,66 @@ def test_kubernetes_context_names_peers_of_indexed_job() -> None:
     assert len(here.candidates) == 3
 
 
-def test_pet_context_has_master_as_candidate() -> None:
-    """Kubeflow's operators set them for torchrun's static rendezvous."""
-    here = environment.read_context(TRAINER)
-    assert (here.scheduler, here.node_order, here.max_nodes) == ("pet", 1, 3)
-    assert here.candidates == ("job-node-0-0.job:29500",)
+def test_context_of_trainjob_names_its_numbered_pods() -> None:
+    """The loss of the first pod at the start is survived."""
+    here = environment.read_context({**TRAINER, "POD_IP": "10.1.2.3"})
+    assert (here.scheduler, here.name, here.job, here.node_order) == ("pet", "job-node-0-1", "job-node-0", 1)
+    assert here.candidates == tuple(f"job-node-0-{index}.job:29500" for index in range(3))
+    assert (here.workers_per_node, here.address, here.problems) == ("auto", "10.1.2.3", ())
+    assert len(environment.read_context({**TRAINER, "PET_NNODES": "64"}).candidates) == 3
+
+
+@pytest.mark.parametrize(
+    ("host", "master"),
+    [
+        ("job-worker-0", "job-master-0"),  # a PyTorchJob without elasticPolicy
+        ("n1", "n0"),
+        ("job-node-0-2", "job-node-0-0.job"),  # not where this rank is
+        ("job-node-0-1", "10.0.0.7"),
+    ],
+)
+def test_pet_context_has_master_as_only_candidate_of_other_hosts(
+    host: str, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names say nothing about the others."""
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    here = environment.read_context({**TRAINER, "PET_MASTER_ADDR": master})
+    assert here.candidates == (f"{master}:29500",)
+    assert (here.job, here.problems) == ("", ())
+
+
+def test_context_of_skypilot_job_has_its_machines_as_candidates() -> None:
+    """A recovered job has other machines and the same task, so nodes are named after their rank."""
+    here = environment.read_context(SKYPILOT)
+    assert (here.scheduler, here.name, here.node_order) == ("skypilot", "node1", 1)
+    assert here.job == SKYPILOT["SKYPILOT_TASK_ID"]
+    assert here.candidates == ("10.0.0.4:29400", "10.0.0.2:29400", "10.0.0.9:29400")
+    assert (here.address, here.workers_per_node, here.problems) == ("10.0.0.2", "8", ())
+    # Each `sky launch` has another task, and continues the run that is named after the script.
+    launched = {**SKYPILOT, "SKYPILOT_TASK_ID": "sky-2026-11-06-21-18-31-563597_dev_1"}
+    assert environment.read_context({**launched, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}).job == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "least", "most"),
+    [
+        (TRAINER, 3, 3),  # as torchrun: exactly 3
+        ({**TRAINER, MINIMUM: "2"}, 2, 3),
+        ({**TRAINER, MINIMUM: "2", "PET_NNODES": "1"}, 1, 1),  # one runtime serves jobs of any size
+        ({**TRAINER, MINIMUM: "0"}, 1, 3),
+        ({**OPERATOR, MINIMUM: "3"}, 2, 4),  # MIN:MAX says it
+        (POD, 2, 4),
+        ({**POD, "ELASTIC_RESUME_NODES": "4"}, 1, 4),
+        ({**POD, "ELASTIC_RESUME_NODES": "4", MINIMUM: "3"}, 3, 4),
+        (SKYPILOT, 1, 4),
+        ({**SKYPILOT, MINIMUM: "3"}, 3, 4),
+        ({**STEP, MINIMUM: "3"}, 3, 4),
+    ],
+)
+def test_minimum_stands_beside_a_number_of_nodes(environ: dict[str, str], least: int, most: int) -> None:
+    """A scheduler names one number, and a job continues with fewer nodes."""
+    here = environment.read_context(environ)
+    assert (here.min_nodes, here.max_nodes, here.problems) == (least, most, ())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +198,9 @@ def test_pet_context_has_master_as_candidate() -> None:
         ({**STEP, "SLURM_NODEID": "first"}, "SLURM_NODEID is 'first'"),
         ({k: v for k, v in POD.items() if k != "ELASTIC_RESUME_SERVICE"}, "Service"),
         ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "MIN:MAX"),
-        ({**POD, "ELASTIC_RESUME_NODES": "2"}, "JOB_COMPLETION_INDEX is 2"),
+        ({**POD, "ELASTIC_RESUME_NODES": ""} | {MINIMUM: "2"}, "TrainJob needs spec.trainer"),
+        ({**TRAINER, MINIMUM: "two"}, f"{MINIMUM} is 'two'"),
+        ({**SKYPILOT, "SKYPILOT_NODE_RANK": "head"}, "SKYPILOT_NODE_RANK is 'head'"),
     ],
 )
 def test_context_lists_invalid_variable_as_problem(environ: dict[str, str], problem: str) -> None:
@@ -232,7 +310,8 @@ def test_fill_refuses_invalid_number_of_pods() -> None:
 
 def test_fill_in_pod_sets_last_call_timeout_above_dns_ttl() -> None:
     """DNS may keep the address of a dead pod for 30 s. It is a default: --rdzv-conf overrides it."""
-    assert start(environment.read_context(POD))[1].rendezvous_conf == {"last_call_timeout": "35s"}
+    for pod in (POD, TRAINER):
+        assert start(environment.read_context(pod))[1].rendezvous_conf == {"last_call_timeout": "35s"}
     one_node = environment.read_context({**STEP, "SLURM_STEP_NUM_NODES": "1"})
     assert start(one_node)[1].rendezvous_conf == {}
 
@@ -241,19 +320,6 @@ def test_fill_keeps_token_file_of_user() -> None:
     """No shared directory is made then."""
     _, found = start(environment.read_context(STEP), rdzv_conf="token_file=/run/secret")
     assert (found.rendezvous_conf, found.shared_dir) == ({}, None)
-
-
-def test_fill_takes_endpoint_of_training_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables PET_MASTER_* become the endpoint."""
-    for name, text in TRAINER.items():
-        monkeypatch.setenv(name, text)
-    names = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"}
-    here = environment.read_context(os.environ)
-    args, found = start(here, *names, nnodes="3")
-    assert args.rdzv_endpoint == "job-node-0-0.job:29500"
-    assert not found.given_flags & {"master_addr", "node_rank"}
-    args, _ = start(here, *names, nnodes="3", rdzv_backend="c10d")
-    assert args.rdzv_endpoint == "job-node-0-0.job:29500"
 
 
 # ---- the shared token ----------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Start `elastic-resume` on simulated Slurm nodes as a fork of a process that has imported torch.
+"""Start `elastic-resume` on simulated machines as a fork of a process that has imported torch.
 
-This saves ten seconds per start; all else is as on a real node.
+This saves ten seconds per start; all else is as on a real machine.
 
-A job's PATH leads to `SHIM`. The task that Slurm starts is the shim; it passes on what Slurm signals, and
-ends as the agent ends. One process of the host forks the agents of all nodes. An agent enters the shim's
-namespaces and control group, so Slurm finds and kills it as any process of the step.
+A machine's PATH leads to `SHIM`. The process that Slurm or a test starts is the shim; it passes signals on,
+and ends as the agent ends. One process of the host forks the agents of all machines. An agent enters the
+shim's namespaces and control group, so Slurm finds and kills it as any process of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[3])
+    sys.path[0] = str(Path(__file__).parents[2])
 
 from elastic_resume.agent.workers import forkserver
 from elastic_resume.testing import fork_server
@@ -31,8 +31,8 @@ from tests.support import namespaces, processes
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SHIM = """#!{python} -IS
 import json, os, signal, socket, sys
-group = next(line.split(":")[2].strip() for line in open("/proc/self/cgroup") if ":freezer:" in line)
-request = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "group": group}}
+groups = [line.split(":")[2].strip() for line in open("/proc/self/cgroup") if ":freezer:" in line]
+request = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "groups": groups}}
 forwarded = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
 connection = socket.socket(socket.AF_UNIX)
@@ -51,10 +51,17 @@ sys.exit(int(answers.readline()))
 _set_up_agent = fork_server._set_up_agent
 
 
-class SlurmAgentServer:
-    """Forks agents for the shims that connect to a socket."""
+class ShimAgentServer:
+    """Forks agents for the shims of one test."""
 
-    def __init__(self, path: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
+        """Start it; ``directory`` is one that all machines see."""
+        self.bin_dir = directory / "bin"
+        """Has the shim, in place of `elastic-resume`."""
+        self.bin_dir.mkdir()
+        shim, path = self.bin_dir / "elastic-resume", directory / "agents"
+        shim.write_text(SHIM.format(python=sys.executable, socket=path))
+        shim.chmod(0o755)
         self._fork_server = AgentForkServer(env, Path(__file__))
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -78,7 +85,7 @@ class SlurmAgentServer:
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             (shim, _, _) = struct.unpack("3i", peer)
             command = [sys.executable, "-m", "elastic_resume", *request["argv"]]
-            place = {"cwd": Path(request["cwd"]), "beside": shim, "group": request["group"]}
+            place = {"cwd": Path(request["cwd"]), "beside": shim, "groups": request["groups"]}
             waiter = self._fork_server.fork(command, request["env"], output, **place)
             os.close(output)
             connection.sendall(f"{_find_pid_on_node(waiter.pid)}\n".encode())
@@ -108,7 +115,8 @@ def set_up_agent_on_node(
         os.close(output)  # srun waits until nobody can write any more
         code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
-    (FREEZER / request["group"].lstrip("/") / "cgroup.procs").write_text("0")
+    for group in request["groups"]:
+        (FREEZER / group.lstrip("/") / "cgroup.procs").write_text("0")
     # getppid() is 0 if the parent is outside the pid namespace.
     return _set_up_agent(0, request, output, import_environment)
 
