@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, cast
@@ -184,16 +185,27 @@ def test_swallowed_interrupt_is_repeated(
     assert make_call(link, cut).run(train) == 2
 
 
-def test_message_of_loader_is_read_to_its_end(supervisor: tuple[socket.socket, SupervisorLink]) -> None:
+def test_message_of_loader_is_read_to_its_end(
+    supervisor: tuple[socket.socket, SupervisorLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next generation reads the next message of the same pipe; both may come from persistent workers."""
+    monkeypatch.setattr(restartable, "SECOND_INTERRUPT_S", 60.0)  # the rest of the message comes earlier
     end, link = supervisor
     serve(end, RESUME)
     reader, writer = multiprocessing.Pipe(duplex=False)
-    interrupter = Interrupter()
+    postponed = []  # no Event: a handler within its set() would wait for itself
+
+    class Observed(Interrupter):
+        def _handle(self, number: int, frame: FrameType | None) -> None:
+            super()._handle(number, frame)
+            if self.is_postponed:
+                postponed.append(number)
+
+    interrupter = Observed()
 
     def send_rest() -> None:
-        while not interrupter.is_postponed:
-            pass
+        while not postponed:
+            time.sleep(0.001)
         os.write(writer.fileno(), b"old!")
         writer.send_bytes(b"new")
 
