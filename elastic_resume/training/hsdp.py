@@ -92,8 +92,8 @@ def list_fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
 
 
 def _list_mesh_infos(module: Any) -> list[Any]:
-    """Return where an FSDP module keeps its mesh and group; not public."""
-    groups = module._get_fsdp_state()._fsdp_param_groups
+    """Return where an FSDP module keeps its mesh and group; not public, and [] before torch 2.13."""
+    groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
     infos = [info for group in groups for info in (group.mesh_info, group.post_forward_mesh_info)]
     return [info for info in infos if info is not None]
 

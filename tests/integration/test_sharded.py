@@ -27,6 +27,8 @@ pytestmark = pytest.mark.cluster
 SCRIPT = SCRIPTS / "sharded.py"
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 STEPS = 20
+SURVIVES = torch.__version__ >= "2.13"  # of sharded models
+WAYS = [[], *([["--restartable"]] if SURVIVES else [])]
 # What `sharded_kinds.py` tries in vain, and what it is told.
 REFUSED = {
     "over nodes": r"it is sharded over the ranks \[0, 1, 2, 3\], and node n[01] has the ranks",
@@ -82,15 +84,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("undisturbed"), 3, 3, [])
 
 
-@pytest.mark.parametrize(("words", "processes"), [([], 6 * 4), (["--restartable"], 6 + 1 + 2 + 2)])
-def test_kills_change_nothing(undisturbed: Path, tmp_path: Path, words: list[str], processes: int) -> None:
+@pytest.mark.parametrize("words", WAYS)
+def test_kills_change_nothing(undisturbed: Path, tmp_path: Path, words: list[str]) -> None:
     """A worker dies, then a node and the rendezvous' host, which come back empty.
 
     Every rank computes what it would have. In a restartable function the others keep processes and shards.
     """
     log = train(tmp_path, 3, 3, [(4, 3, "worker"), (9, 5, "node"), (14, 0, "node")], *words)
     lines = [line for path in log.glob("rank*.jsonl") for line in path.read_text().splitlines()]
-    assert len({json.loads(line)["pid"] for line in lines}) == processes
+    assert len({json.loads(line)["pid"] for line in lines}) == (6 + 1 + 2 + 2 if words else 6 * 4)
     whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
     assert len(whole) == STEPS
     for step, found in read_losses(log).items():
@@ -102,7 +104,7 @@ def test_kills_change_nothing(undisturbed: Path, tmp_path: Path, words: list[str
     assert len({json.dumps(end["whole"]) for end in ends.values()}) == 1
 
 
-@pytest.mark.parametrize("words", [[], ["--restartable"]])
+@pytest.mark.parametrize("words", WAYS)
 def test_other_numbers_of_nodes_keep_samples_and_losses(
     undisturbed: Path, tmp_path: Path, words: list[str]
 ) -> None:
@@ -218,7 +220,7 @@ def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None
     launch_ranks.check_kinds(results, 16)
     for rank, kinds in enumerate(results):
         for kind, result in kinds.items():
-            assert result["worlds"] == (0 if "mesh" in kind else 2), f"{kind}, rank {rank}"
+            assert result["worlds"] == (2 if SURVIVES and "mesh" not in kind else 0), f"{kind}, rank {rank}"
             if kind in {"AdamW", "fused", "compiled"}:
                 assert result["overlaps"], f"{kind}, rank {rank}: copied while training waits"
             assert result["loaded"] is (True if rank % 2 == 0 else None), f"{kind}, rank {rank}"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -131,8 +132,8 @@ class Kind:
 
     @property
     def can_stay(self) -> bool:
-        """Whether FSDP's groups are ours to make anew."""
-        return self.mesh is er.shard_mesh
+        """Whether FSDP's groups are ours to make anew, and torch can drop an interrupted step."""
+        return self.mesh is er.shard_mesh and hasattr(FSDPModule, "reset_iter_state")
 
 
 def make_wide_mesh(*names: str) -> Any:
