@@ -188,8 +188,8 @@ class Collectives:
             thread.join(DESTROY_TIMEOUT_S)
 
 
-def _create_default_group(model_gpus: Collection[int]) -> None:
-    """Create the default process group; on GPUs select this rank's, with NCCL for its tensors."""
+def _select_gpu(model_gpus: Collection[int]) -> int | None:
+    """Select this rank's GPU, and return it; None without GPUs."""
     gpu = choose_gpu(
         int(os.environ.get("LOCAL_RANK", "0")),
         torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -198,6 +198,12 @@ def _create_default_group(model_gpus: Collection[int]) -> None:
     )
     if gpu is not None:
         torch.cuda.set_device(gpu)  # otherwise every rank allocates on GPU 0 first
+    return gpu
+
+
+def _create_default_group(model_gpus: Collection[int]) -> None:
+    """Create the default process group, with NCCL for tensors on GPUs."""
+    gpu = _select_gpu(model_gpus)
     if gpu is None or not dist.is_nccl_available():
         dist.init_process_group("gloo")
         return
@@ -226,8 +232,10 @@ def make_node_mesh() -> Any:
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     node_mesh = NodeMesh.current = NodeMesh.current or NodeMesh()
-    is_standby = constants.ENV_STANDBY in os.environ and not dist.is_initialized()
-    if is_standby or node_mesh.is_in_world():
+    if constants.ENV_STANDBY in os.environ and not dist.is_initialized():
+        _select_gpu([])
+        return node_mesh.mesh
+    if node_mesh.is_in_world():
         return node_mesh.mesh
     node_mesh.connections = GroupConnections()
     node_mesh.owns_world = not dist.is_initialized()
