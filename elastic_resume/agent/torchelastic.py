@@ -429,8 +429,7 @@ def prepare_launch(
 ) -> Iterator[LaunchSpec]:
     """Check ``args`` and build a `LaunchSpec` from them, valid within the context.
 
-    By the name ``torchrun``, log first that it is not PyTorch's. Flags with another meaning than there are
-    logged too.
+    Log the flags whose meaning differs from torchrun's, and before them that a ``torchrun`` is this one.
 
     Raises:
         ConfigError: a value is wrong, or the script does not exist.
