@@ -26,16 +26,16 @@ class NodeMesh:
     """
 
     current: NodeMesh | None = None
-    """This process's mesh, if it has one. Compare meshes by ``is``: those of the same ranks are equal."""
+    """This process's mesh, if it has one. Compare meshes by ``is``: two of the same ranks may be equal."""
 
     def __init__(self) -> None:
         """Make the mesh; until `join` each collective over it raises a RuntimeError."""
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
 
         self.connections = GroupConnections()
-        """Those of the default process group, if it was made for the mesh."""
+        """Those of the default process group, if `owns_world`."""
         self.owns_world = False
-        """Whether it was."""
+        """Whether the default process group was made for the mesh."""
         self._world: dist.ProcessGroup | None = None
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
