@@ -1,4 +1,4 @@
-"""Keep a PyTorch DDP job running: the death of a worker or a node costs seconds.
+"""Keep a PyTorch DDP or FSDP2 job running: the death of a worker or a node costs seconds.
 
 ::
 

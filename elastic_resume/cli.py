@@ -29,7 +29,7 @@ PROG = "elastic-resume"
 def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
     """Run one subcommand and return its exit code. A process by the name ``torchrun`` is ``run``.
 
-    If it ``owns_process``, ``run`` ends the process, and forks workers that end like it.
+    With ``owns_process``, ``run`` ends this process, and forks workers that end like it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     is_torchrun = argv is None and console.is_torchrun()
@@ -85,7 +85,8 @@ def _build_parser(
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
 
     parser = Parser(
-        prog=PROG, description="Wraps a PyTorch DDP job so that it survives the death of workers and nodes."
+        prog=PROG,
+        description="Wraps a PyTorch DDP or FSDP2 job so that it survives the death of workers and nodes.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -133,7 +134,8 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         and not console.is_torchrun()
     ):
         raise ConfigError(
-            "--print-completion is for the name torchrun: call it by the torchrun of `install-torchrun`."
+            "--print-completion writes completions for the name torchrun. Install one with `elastic-resume "
+            "install-torchrun DIR`, and call that."
         )
 
     with _omp_threads_of_workers(arguments):

@@ -385,7 +385,7 @@ class LaunchSpec:
 
     ``worker_command`` is for the fork server; it is None if workers start cold. ``shared_dir`` is a directory
     that all nodes of a Slurm job see. ``script`` and ``arguments`` are what other nodes compare.
-    ``store_port`` is where workers of a single node may expect their store; 0: anywhere.
+    ``store_port`` is the port of the workers' store on a job's only node; 0: any.
     """
 
     config: LaunchConfig
@@ -429,7 +429,7 @@ def prepare_launch(
 ) -> Iterator[LaunchSpec]:
     """Check ``args`` and build a `LaunchSpec` from them, valid within the context.
 
-    Flags with another meaning than torchrun's are logged, and first that this is not PyTorch's torchrun.
+    Log the flags whose meaning differs from torchrun's, and before them that a ``torchrun`` is this one.
 
     Raises:
         ConfigError: a value is wrong, or the script does not exist.
@@ -442,15 +442,7 @@ def prepare_launch(
     options.check_script(args)
     args.rdzv_id = run_id
     args.rdzv_conf = args.rdzv_conf.strip("'\"")  # no shell has removed them from a YAML list of arguments
-    # torchrun's parser has used PET_* variables as defaults. `scheduler_context` has those of a trainer.
-    given_flags = given_flags | {
-        name.removeprefix("PET_").lower()
-        for name in os.environ.keys() - scheduler_context.replaced_variables
-        if name.startswith("PET_")
-    }
-    # PET_STANDALONE=0 and an unset shell variable name no rendezvous; the scheduler still does.
-    given_flags = {name for name in given_flags if getattr(args, name, None) is not False}
-    given_flags = {name for name in given_flags if getattr(args, name, None) != ""}
+    given_flags = _list_given_flags(args, given_flags, scheduler_context)
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
     one_node = options.parse_nnodes(args.nnodes) == (1, 1)
     _choose_rendezvous(args, given_flags, one_node=one_node)
@@ -497,6 +489,21 @@ def prepare_launch(
             filled.shared_dir,
             args.master_port if one_node and "master_port" in given_flags and not args.standalone else 0,
         )
+
+
+def _list_given_flags(
+    args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
+) -> set[str]:
+    """Return the flags that the command line or a user's ``PET_*`` variable gives a value."""
+    # torchrun's parser has used PET_* variables as defaults. `scheduler_context` has Kubeflow's.
+    from_variables = {
+        name.removeprefix("PET_").lower()
+        for name in os.environ.keys() - scheduler_context.replaced_variables
+        if name.startswith("PET_")
+    }
+    # PET_STANDALONE=0 and an unset shell variable name no rendezvous; the scheduler still does.
+    values = {name: getattr(args, name, None) for name in given_flags | from_variables}
+    return {name for name, value in values.items() if value is not False and value != ""}
 
 
 def _check_event_log_handler(config: LaunchConfig) -> None:

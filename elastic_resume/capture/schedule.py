@@ -139,8 +139,8 @@ class SnapshotScheduler:
     ) -> None:
         """Take the snapshot and the commit that are due at this step boundary.
 
-        ``is_epoch_over`` says that everything else that the epoch does is done too. ``is_drained``: the node
-        leaves as soon as a snapshot exists that needs all of its ranks.
+        ``is_epoch_over``: the script's work after the epoch's last batch is done too. ``is_drained``: the
+        node leaves as soon as all of its ranks have taken a snapshot.
 
         Raises:
             UntrackableError: an object has come to hold state that cannot be stored.
@@ -173,8 +173,8 @@ class SnapshotScheduler:
         step, client = position.step, self._slot_client
         if self.needs_all_local_ranks and not client.slot_count:
             raise MachineError(
-                f"node {self._context.node} has no memory for a snapshot of the model, and a sharded model "
-                "is saved from one only. Raise ELASTIC_RESUME_SNAPSHOT_MEMORY, or free memory on the node."
+                f"node {self._context.node} has no memory for a snapshot, and a sharded model can only be "
+                "saved from one. Raise ELASTIC_RESUME_SNAPSHOT_MEMORY, or free memory on the node."
             )
         announced = client.control_block.get("next_snapshot_step")
         boundary = StepBoundary(
@@ -246,7 +246,8 @@ class SnapshotScheduler:
     def has_committed(self, position: Position) -> bool:
         """Return whether the newest `commit` committed that step, or this generation began with it.
 
-        With `needs_all_local_ranks` all ranks call it, and all nodes must have, since all must try again.
+        With `needs_all_local_ranks` all ranks call it, and it is false if one node has not: then all ranks
+        have to commit again.
         """
         has_own = position.step == self._loaded_step or self._committed_path is not None
         has_own = has_own or not self._context.is_local_leader

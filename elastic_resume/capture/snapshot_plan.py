@@ -2,8 +2,8 @@
 
 A `SnapshotPlan` holds what follows from the structure of the state: the layout, the static metadata and each
 local rank's share, the tensors that it copies. Every local rank computes the same plan, and makes a new one
-only when a tensor is added, removed or replaced. Only the own shards of divided tensors (FSDP) differ: each
-rank has them in its share. This module handles neither the slots' words nor threads.
+only when a tensor is added, removed or replaced. With a sharded model (FSDP) each rank's plan has its own
+shards in its share. This module handles neither the slots' words nor threads.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SnapshotPlan:
     shares: tuple[TensorGroup, ...]  # one for each local rank, copied behind the copy barrier
     overlapped: TensorGroup  # the tensors of all shares
     needs_all_local_ranks: bool = False  # tensors are divided: each local rank copies its own shards
-    copies_at_once: bool = False  # the next forward pass may change such a shard of this rank
+    copies_at_once: bool = False  # the next forward pass may change one of this rank's shards
 
     def slot_bytes(self, dynamic_metadata: bytes) -> tuple[int, int]:
         """Return the size that a slot must have at least, and the size for a new one, with room to grow."""
@@ -121,9 +121,9 @@ def make_plan(
     """
     cached, leaves = state_view.cached, state_view.leaves
     layout = Layout.build(spec for leaf in leaves for spec in leaf.list_specs())
-    follows = [leaf.name for leaf in leaves if leaf.kind != REPLICATED and leaf.shards is None]
+    rank0_tensors = [leaf.name for leaf in leaves if leaf.kind != REPLICATED and leaf.shards is None]
     static_metadata = slot_memory.encode_metadata(
-        {**base_metadata, "rank0_tensors": follows, "state": cached.static_structure}
+        {**base_metadata, "rank0_tensors": rank0_tensors, "state": cached.static_structure}
     )
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
     own_shards = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]

@@ -124,11 +124,14 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         "workers": "default",
         "nodes": "default",
         "scheduler": "environment",
+        "address": context.sources.get("peers", ""),
     }
     source = context.sources.get("endpoint", context.sources.get("peers", ""))
     sources = {**defaults, "candidates": source, "restarts": "not set: first start"}
     if context.scheduler == "host":
         sources["scheduler"] = "no variable of a scheduler or a trainer is set"
+    if context.scheduler == "pet":
+        sources["scheduler"] = "PET_* variables, as Kubeflow sets them"
     sources |= context.sources
     return [Finding(name, value, sources.get(name, "")) for name, value in values.items() if value]
 

@@ -1,7 +1,7 @@
-"""Run ``elastic-resume install-torchrun``: write a file ``torchrun`` that is ``elastic-resume run``.
+"""Run ``elastic-resume install-torchrun``: write a program ``torchrun`` that is ``elastic-resume run``.
 
-Kubeflow's SDK, LLaMA-Factory and many scripts start ``torchrun`` by name. The file serves whoever has its
-directory first on PATH. PyTorch's own torchrun stays where it is.
+Kubeflow's SDK, LLaMA-Factory and many scripts start ``torchrun`` by name. Processes with the program's
+directory first on PATH start it. PyTorch's torchrun stays where it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ if __name__ == "__main__":
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command's parser."""
-    parser = subparsers.add_parser("install-torchrun", help="write a `torchrun` that is this `run`, for PATH")
+    parser = subparsers.add_parser(
+        "install-torchrun",
+        help="write a program torchrun that is elastic-resume run",
+        description="Writes DIR/torchrun, a program that is elastic-resume run. Put DIR first on PATH: then "
+        "all that starts torchrun by name starts elastic_resume. PyTorch's torchrun stays where it is.",
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write it; made if missing")
     parser.set_defaults(function=install_torchrun)
 
@@ -47,7 +52,9 @@ def install_torchrun(args: argparse.Namespace) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and MARK not in path.read_text(errors="replace"):
-            raise UsageError(f"{path} is another program, which stays: name a directory without a torchrun.")
+            raise UsageError(
+                f"{path} was not written by install-torchrun, so it is not replaced. Name another directory."
+            )
         path.write_text(text)
         path.chmod(0o755)
     except OSError as error:

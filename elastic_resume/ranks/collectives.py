@@ -1,4 +1,4 @@
-"""Run the collectives of restores and step boundaries: gather and broadcast JSON, broadcast tensors.
+"""Join the ranks, and run the collectives of restores and step boundaries: of JSON, and of tensors.
 
 All but `Collectives.broadcast_tensors` of GPUs run over a gloo group of our own, so the script's NCCL stream
 is not involved. JSON travels as byte tensors and nothing is unpickled. A gather is one collective, or two if

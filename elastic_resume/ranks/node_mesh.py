@@ -1,8 +1,8 @@
 """Hold the `DeviceMesh` of a node's ranks, over which FSDP shards a model.
 
-FSDP and its DTensors keep the mesh for the life of a process, and process groups end with their world. So the
-mesh is made without a group, and `NodeMesh.join` gives it the node's group of each world. A process that
-starts before its node joins builds its shards in between. What this module sets in a mesh is not public.
+FSDP and its DTensors keep the mesh for the life of a process, and process groups end with their world. So
+the mesh is made without a group, and `NodeMesh.join` gives it the node's group of each world. A standby
+builds its shards before the first one. What this module sets in a mesh is not public.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from elastic_resume.ranks.group_connections import GroupConnections
 
-PLACEHOLDER = "elastic_resume.node"
+PLACEHOLDER = "elastic_resume.node"  # name of the mesh's group before the first world
 
 
 class NodeMesh:
@@ -26,15 +26,16 @@ class NodeMesh:
     """
 
     current: NodeMesh | None = None
-    """This process's, if it has one. torch may take a mesh for another one that is equal."""
+    """This process's mesh, if it has one. Compare meshes by ``is``: two of the same ranks may be equal."""
 
     def __init__(self) -> None:
         """Make the mesh; until `join` each collective over it raises a RuntimeError."""
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
 
         self.connections = GroupConnections()
-        """Those of the default process group, if it was made for the mesh."""
+        """Those of the default process group, if `owns_world`."""
         self.owns_world = False
+        """Whether the default process group was made for the mesh."""
         self._world: dist.ProcessGroup | None = None
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -20,7 +20,7 @@ from elastic_resume.schedulers import slurm
 from elastic_resume.units import parse_duration
 
 # The fewest nodes that train, where the scheduler names one number of nodes. A user or a runtime sets it.
-_LEAST = ("ELASTIC_RESUME_MIN_NODES",)
+_MIN_NODES = ("ELASTIC_RESUME_MIN_NODES",)
 _PET_WORKERS = "PET_NPROC_PER_NODE"  # stands for torchrun's flag, also beside a scheduler's own variable
 # Concept -> variables that may hold it, the first that is set wins.
 SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
@@ -28,7 +28,7 @@ SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
     "job": ("SLURM_JOB_ID",),
     "order": ("SLURM_NODEID",),
     "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
-    "least": _LEAST,
+    "min_nodes": _MIN_NODES,
     "peers": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     "workers": (_PET_WORKERS, "SLURM_GPUS_ON_NODE"),
     "restarts": ("SLURM_RESTART_COUNT",),  # not set before the first restart
@@ -41,7 +41,7 @@ KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
     "order": ("JOB_COMPLETION_INDEX",),
     "job": ("ELASTIC_RESUME_JOB",),
     "nodes": ("ELASTIC_RESUME_NODES",),
-    "least": _LEAST,
+    "min_nodes": _MIN_NODES,
     "service": ("ELASTIC_RESUME_SERVICE",),
     "namespace": ("POD_NAMESPACE",),
     "address": ("POD_IP",),
@@ -50,7 +50,7 @@ KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
 PET_VARIABLES: dict[str, tuple[str, ...]] = {
     "order": ("PET_NODE_RANK",),
     "nodes": ("PET_NNODES",),
-    "least": _LEAST,
+    "min_nodes": _MIN_NODES,
     "endpoint": ("PET_RDZV_ENDPOINT",),
     "peers": ("PET_MASTER_ADDR",),
     "port": ("PET_MASTER_PORT",),
@@ -62,7 +62,7 @@ SKYPILOT_VARIABLES: dict[str, tuple[str, ...]] = {
     "job": ("SKYPILOT_TASK_ID",),
     "order": ("SKYPILOT_NODE_RANK",),
     "nodes": ("SKYPILOT_NODE_IPS",),
-    "least": _LEAST,
+    "min_nodes": _MIN_NODES,
     "peers": ("SKYPILOT_NODE_IPS",),
     "workers": (_PET_WORKERS, "SKYPILOT_NUM_GPUS_PER_NODE"),
 }
@@ -78,7 +78,8 @@ class SchedulerContext:
     """One node of one job, as the scheduler describes it.
 
     Attributes:
-        scheduler: ``slurm``, ``kubernetes``, ``pet``, ``skypilot`` or ``host``.
+        scheduler: ``slurm``, ``kubernetes``, ``skypilot``, ``pet`` (``PET_*`` variables, as Kubeflow sets
+            them) or ``host``.
         name: name of the node, safe as a directory name.
         job: name of the job, the same after each requeue; empty if unknown.
         node_order: index of the node among the others.
@@ -190,29 +191,29 @@ class _VariableReader:
         return default
 
     def read_nodes(self, *, is_exact: bool = False) -> tuple[int, int]:
-        """Parse ``MIN:MAX`` or ``N``: N nodes if ``is_exact``, else 1 to N, or as `read_least` says."""
+        """Parse ``MIN:MAX`` or ``N``: N nodes if ``is_exact``, else 1 to N, or as `read_min_nodes` says."""
         text = self.read_text("nodes")
         match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text or "1")
-        least, most = (int(match[1] or 0), int(match[2])) if match else (0, 0)
-        if match and match[1] is None and most > 0:
-            least = self.read_least(most, most if is_exact else 1)
-        if not 1 <= least <= most:
+        min_nodes, max_nodes = (int(match[1] or 0), int(match[2])) if match else (0, 0)
+        if match and match[1] is None and max_nodes > 0:
+            min_nodes = self.read_min_nodes(max_nodes, max_nodes if is_exact else 1)
+        if not 1 <= min_nodes <= max_nodes:
             self.problems.append(f"{self.sources.pop('nodes')} is {text!r}, which is neither N nor MIN:MAX")
             return 1, 1
-        return least, most
+        return min_nodes, max_nodes
 
-    def read_least(self, most: int, default: int) -> int:
-        """Return the fewest nodes that train. A minimum for many jobs may exceed the nodes of a small one."""
-        least = self.read_number("least", default)
-        variable = self.sources.pop("least", "")
-        if variable and least > 1 and "nodes" not in self.sources:
+    def read_min_nodes(self, max_nodes: int, default: int) -> int:
+        """Return the fewest nodes that train, at most ``max_nodes``: a runtime sets it for many jobs."""
+        min_nodes = self.read_number("min_nodes", default)
+        variable = self.sources.pop("min_nodes", "")
+        if variable and min_nodes > 1 and "nodes" not in self.sources:
             self.problems.append(
-                f"{variable} is {least}, and nothing says how many nodes there are: a TrainJob needs "
+                f"{variable} is {min_nodes}, and nothing says how many nodes there are: a TrainJob needs "
                 "spec.trainer, another pod ELASTIC_RESUME_NODES"
             )
         elif variable and "nodes" in self.sources:
             self.sources["nodes"] = f"{variable} and {self.sources['nodes']}"
-        return max(1, min(least, most))
+        return max(1, min(min_nodes, max_nodes))
 
     def read_workers(self) -> str:
         text = self.read_text("workers")
@@ -251,7 +252,7 @@ def _read_slurm(reader: _VariableReader) -> SchedulerContext:
         job=sanitize_name(f"slurm-{number}", "slurm"),
         node_order=reader.read_number("order", 0),
         max_nodes=nodes,
-        min_nodes=reader.read_least(nodes, 1),
+        min_nodes=reader.read_min_nodes(nodes, 1),
         peers=peers,
         candidates=tuple(f"{peer}:{port}" for peer in peers[:MAX_CANDIDATES]),
         workers_per_node=reader.read_workers(),
@@ -306,7 +307,7 @@ def _count_tasks_per_node(environ: Mapping[str, str]) -> int:
 def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
     """Read the variables of a pod of an Indexed Job, as in deploy/kubernetes."""
     name, index = reader.read_name(), reader.read_number("order", 0)
-    least, nodes = reader.read_nodes()
+    min_nodes, nodes = reader.read_nodes()
     job = reader.read_text("job") or _job_from_pod_name(reader, name)
     service, space = reader.read_text("service"), reader.read_text("namespace")
     domain = f".{service}.{space}.svc" if service and space else f".{service}"
@@ -322,7 +323,7 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
         job=sanitize_name(job, "") if job else "",
         node_order=index,
         max_nodes=nodes,
-        min_nodes=least,
+        min_nodes=min_nodes,
         peers=peers,
         # The domain is left to the pod's search path: it need not be cluster.local. The full name in the
         # pod's own /etc/hosts begins with this name, so the pod resolves itself before DNS does.
@@ -346,7 +347,7 @@ def _job_from_pod_name(reader: _VariableReader, name: str) -> str:
 def _read_pet(reader: _VariableReader) -> SchedulerContext:
     """Read the variables that Kubeflow sets in place of torchrun's flags."""
     name, order = reader.read_name(), reader.read_number("order", 0)
-    least, nodes = reader.read_nodes(is_exact=True)
+    min_nodes, nodes = reader.read_nodes(is_exact=True)
     host, port = reader.read_text("peers"), reader.read_number("port", DEFAULT_PORT)
     job = reader.read_text("job")
     job = "" if job == "none" else job  # torchrun's default is this word
@@ -365,7 +366,7 @@ def _read_pet(reader: _VariableReader) -> SchedulerContext:
         job=sanitize_name(job, "") if job else "",
         node_order=order,
         max_nodes=nodes,
-        min_nodes=least,
+        min_nodes=min_nodes,
         peers=peers,
         candidates=tuple(candidates),
         address=reader.read_text("address"),
@@ -386,7 +387,7 @@ def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
         job=sanitize_name(job, "") if job else "",
         node_order=order,
         max_nodes=nodes,
-        min_nodes=reader.read_least(nodes, 1),
+        min_nodes=reader.read_min_nodes(nodes, 1),
         peers=peers,
         candidates=tuple(f"{peer}:{DEFAULT_PORT}" for peer in peers[:MAX_CANDIDATES]),
         address=peers[order] if order < len(peers) else "",

@@ -32,8 +32,8 @@ def shard_mesh() -> Any:
     torchrun's environment says, unless the script has done so. Call `Run.replicate` after `er.resume`, to
     average the gradients over the nodes.
 
-    A worker that starts before its node joins has no process group yet: until `er.resume` it can build
-    shards, and a collective raises an error.
+    A standby, a worker that starts before its node joins, has no process group yet. It can build shards, and
+    a collective before `er.resume` raises an error.
     """
     return collectives.make_node_mesh()
 
@@ -65,7 +65,7 @@ def reset(models: Iterable[nn.Module]) -> str:
         if state._is_root:  # None before its first forward pass
             try:
                 module.reset_iter_state()
-            except (RuntimeError, AttributeError) as error:  # the second: in its first forward pass
+            except (RuntimeError, AttributeError) as error:  # AttributeError: in its first forward pass
                 return f"an unfinished step of its sharded model cannot be undone ({error})"
         for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:  # torch before 2.15 adds the next gradients to these
@@ -98,16 +98,34 @@ def _list_mesh_infos(module: Any) -> list[Any]:
     return [info for info in infos if info is not None]
 
 
-def replicate(model: nn.Module, context: RankContext, *, is_saved: bool) -> None:
+def replicate(model: nn.Module, context: RankContext, *, was_sharded: bool) -> None:
     """Average the gradients of an FSDP model over the nodes, after FSDP's reduce-scatter within the node.
 
-    ``is_saved``: whether a tracked model was sharded when `er.resume` was called.
+    ``was_sharded``: whether `er.resume` was given a sharded model.
 
     Raises:
-        UsageError: no part of the model was given to fully_shard(), or too late, or FSDP replicates it
-            already.
+        UsageError: no part of the model was given to fully_shard(), or not all, or too late, or FSDP
+            replicates it already.
 
     """
+    fsdp_modules = _check_replicable(model, was_sharded=was_sharded)
+    # One rank of each node: those that hold the same shards.
+    ranks = [rank for rank, local in enumerate(context.local_rank_by_rank) if local == context.local_rank]
+    group: Any = None
+    if len(ranks) > 1:
+        group = context.collectives.new_group(ranks, use_local_synchronization=True)
+
+    def average(gradients: Tensor) -> None:
+        if group is not None:
+            dist.all_reduce(gradients, group=group)
+            gradients.div_(len(ranks))
+
+    for module in fsdp_modules:
+        module.set_all_reduce_hook(average)
+
+
+def _check_replicable(model: nn.Module, *, was_sharded: bool) -> list[Any]:
+    """Return the FSDP modules of a model that `replicate` can take; raise UsageError for another one."""
     fsdp_modules = list_fsdp_modules([model])
     if not fsdp_modules:
         raise UsageError(
@@ -115,7 +133,7 @@ def replicate(model: nn.Module, context: RankContext, *, is_saved: bool) -> None
             "mesh=er.shard_mesh()) before er.resume(), or use run.ddp(model) for a model that every rank "
             "holds whole."
         )
-    if not is_saved and any(map(is_divided, model.parameters())):
+    if not was_sharded and any(map(is_divided, model.parameters())):
         raise UsageError(
             "run.replicate: the model was sharded after er.resume(), which saves the tensors that it had "
             "before. Call fully_shard() first, and pass that model to er.resume()."
@@ -132,16 +150,4 @@ def replicate(model: nn.Module, context: RankContext, *, is_saved: bool) -> None
                 f"run.replicate: {name} is on the mesh {mesh}, over which FSDP replicates already. Leave "
                 "this call out, or shard over er.shard_mesh()."
             )
-    # One rank of each node: those that hold the same shards.
-    ranks = [rank for rank, local in enumerate(context.local_rank_by_rank) if local == context.local_rank]
-    group: Any = None
-    if len(ranks) > 1:
-        group = context.collectives.new_group(ranks, use_local_synchronization=True)
-
-    def average(gradients: Tensor) -> None:
-        if group is not None:
-            dist.all_reduce(gradients, group=group)
-            gradients.div_(len(ranks))
-
-    for module in fsdp_modules:
-        module.set_all_reduce_hook(average)
+    return fsdp_modules

@@ -241,7 +241,7 @@ class Run:
                 already.
 
         """
-        hsdp.replicate(model, self._context, is_saved=self._snapshot_scheduler.needs_all_local_ranks)
+        hsdp.replicate(model, self._context, was_sharded=self._snapshot_scheduler.needs_all_local_ranks)
         self._is_replicated = True
         return model
 

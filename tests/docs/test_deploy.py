@@ -287,7 +287,7 @@ def test_pod_of_a_trainjob_needs_no_flags(monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_variable_that_a_pod_reads_is_set(files: tuple[str, ...], job: str) -> None:
     """By the Job, by its controller, or by Kubernetes; and each variable of ours is one that exists."""
     env = manifests.pod_environment(manifests.load_documents(files), 2, "10.1.2.3")
-    concepts = {k: set(v) for k, v in environment.KUBERNETES_VARIABLES.items() if k != "least"}
+    concepts = {k: set(v) for k, v in environment.KUBERNETES_VARIABLES.items() if k != "min_nodes"}
     assert [concept for concept, variables in concepts.items() if not variables & set(env)] == []
     read = set().union(*concepts.values())
     known = {getattr(constants, name) for name in dir(constants) if name.startswith("ENV_")}

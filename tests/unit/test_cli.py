@@ -90,7 +90,7 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         ),
         (["--logs-specs", "none", "train.py"], "Could not find entrypoint under 'torchrun.logs_specs[none]'"),
         (["--no-python", "--module", "sh"], "Don't use both the '--no-python' flag and the '--module' flag"),
-        (["--print-completion", "bash"], "--print-completion is for the name torchrun"),
+        (["--print-completion", "bash"], "--print-completion writes completions for the name torchrun"),
         ([], "training_script"),
     ],
 )
