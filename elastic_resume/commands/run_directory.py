@@ -71,24 +71,13 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "path", type=Path, metavar="SOURCE", help="a checkpoint, or a directory for its newest"
     )
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file to write; a directory for dcp")
-    selection = parser.add_mutually_exclusive_group()
-    selection.add_argument(
+    parser.add_argument(
         "--object", "--only", default="model", metavar="NAME", help="the tracked object (default model)"
-    )
-    selection.add_argument(
-        "--all", action="store_true", help="all objects, epoch and step (torch and dcp only)"
     )
     parser.add_argument(
         "--format",
         choices=("safetensors", "torch", "dcp"),
         help="default: torch for .pt .pth .bin .ckpt, else safetensors; dcp makes a directory",
-    )
-    parser.add_argument(
-        "--for",
-        dest="wrapped",
-        choices=("plain", "dp", "ddp"),
-        default="plain",
-        help="names as a bare model has them (default), or with 'module.' for DataParallel or DDP",
     )
     parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
     parser.set_defaults(function=export)
@@ -174,7 +163,7 @@ def _verify_line(entry: CheckpointEntry, base: Path) -> str:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write the tensors of one object, or everything, to a plain file."""
+    """Write the tensors of one object to a plain file."""
     found = checkpoints.find_node_dirs(args.path)
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
 
@@ -185,9 +174,8 @@ def export(args: argparse.Namespace) -> int:
                 path,
                 manifest,
                 args.target,
-                name=None if args.all else args.object,
+                name=args.object,
                 file_format=file_format,
-                wrapped=args.wrapped,
                 force=args.force,
             )
         except CheckpointError as error:
@@ -196,9 +184,9 @@ def export(args: argparse.Namespace) -> int:
             print(f"not used: {error}", file=sys.stderr)
             continue
         age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
-        selected = "all" if args.all else args.object
         write_stdout(
-            f"{selected} of {path} (generation {manifest.generation}, step {manifest.step}, {age_text} old)\n"
+            f"{args.object} of {path} "
+            f"(generation {manifest.generation}, step {manifest.step}, {age_text} old)\n"
         )
         size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
         write_stdout(f"-> {args.target}: {size}, {file_format}\n")

@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from elastic_resume.checkpoint import reader
@@ -29,11 +28,9 @@ from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves, open_image
-from elastic_resume.state.state_dict import RESERVED_PREFIX, TensorBuffer, view_bytes
+from elastic_resume.state.state_dict import TensorBuffer, view_bytes
 
-NAME_PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
-_SAFE_TYPES = {bool, int, float, str, bytes, complex, set}  # torch.load(weights_only=True), beside containers
 _COMPLEX_DTYPES = {"complex64": "C64", "complex128": "C128"}  # stored as pairs of reals
 
 
@@ -56,9 +53,8 @@ def export(
     manifest: Manifest,
     target: Path,
     *,
-    name: str | None = "model",
+    name: str = "model",
     file_format: str = "safetensors",
-    wrapped: str = "plain",
     force: bool = False,
 ) -> ExportResult:
     """Write the tensors of the tracked object ``name`` to ``target``.
@@ -67,10 +63,8 @@ def export(
         source: the directory of a checkpoint.
         manifest: its manifest, from `reader.quick_check`.
         target: the file to write.
-        name: the tracked object: ``model`` for ``er.resume(model=…)``. None exports all of them, with
-            ``epoch`` and ``step``. Safetensors holds tensors only and refuses None.
+        name: the tracked object: ``model`` for ``er.resume(model=…)``.
         file_format: safetensors, torch or dcp.
-        wrapped: plain, dp or ddp: the kind of model that will load the names.
         force: replace an existing file. An existing directory is never replaced.
 
     Raises:
@@ -80,14 +74,8 @@ def export(
 
     """
     _check_target(target, force=force)
-    if name is None and file_format == "safetensors":
-        raise UsageError(
-            "safetensors holds tensors only. Use --format torch or dcp, or choose one object with --object."
-        )
     checkpoint = open_image(source, manifest, reader.read_image(source, manifest))
-    if name is None:
-        return _export_all(checkpoint, target, file_format, wrapped)
-    references, skipped = _find_references(checkpoint.state, name, NAME_PREFIXES[wrapped])
+    references, skipped = _find_references(checkpoint.state, name)
     if file_format == "safetensors":
         byte_count = _write_safetensors(target, checkpoint, references)
     else:
@@ -106,39 +94,8 @@ def _check_target(target: Path, *, force: bool) -> None:
         raise UsageError(f"{target}: exists. Give another name, or replace it with --force.")
 
 
-def _export_all(checkpoint: OpenCheckpoint, target: Path, file_format: str, wrapped: str) -> ExportResult:
-    """Export all objects and the position, as a training script would save them."""
-    tensor_by_ref: dict[TensorRef, Tensor] = {}
-    skipped: list[str] = []
-
-    def make_safe(item: Any, path: str) -> Any:
-        """Rebuild ``item`` from the types that torch.load(weights_only=True) accepts; a deque is not one."""
-        if isinstance(item, TensorRef):
-            return tensor_by_ref.setdefault(item, checkpoint.tensor(item))
-        if isinstance(item, dict):
-            return {key: make_safe(part, f"{path}/{key}") for key, part in item.items()}
-        if type(item) in {list, tuple, deque}:
-            parts = [make_safe(part, f"{path}/{i}") for i, part in enumerate(item)]
-            return tuple(parts) if type(item) is tuple else parts
-        if item is not None and type(item) not in _SAFE_TYPES:
-            skipped.append(path)
-            return None
-        return item
-
-    tracked = {name: part for name, part in checkpoint.state.items() if not name.startswith(RESERVED_PREFIX)}
-    state = {name: make_safe(part, name) for name, part in tracked.items()}
-    if NAME_PREFIXES[wrapped] and isinstance(state.get("model"), dict):
-        state["model"] = {NAME_PREFIXES[wrapped] + key: value for key, value in state["model"].items()}
-    tensor_count = sum(isinstance(value, Tensor) for _, value in iter_leaves(state))
-    position = checkpoint.manifest.position
-    content = {**state, "epoch": position.epoch, "step": position.step}
-    return ExportResult(tensor_count, _write_state(target, content, file_format), tuple(skipped))
-
-
-def _find_references(
-    state: Mapping[str, Any], name: str, prefix: str
-) -> tuple[dict[str, TensorRef], list[str]]:
-    """Return one object's tensors by their exported name, and the names of its other values."""
+def _find_references(state: Mapping[str, Any], name: str) -> tuple[dict[str, TensorRef], list[str]]:
+    """Return one object's tensors by name, and the names of its other values."""
     with_tensors = [
         n for n, part in state.items() if any(_is_tensor_ref(leaf) for _, leaf in iter_leaves(part))
     ]
@@ -148,7 +105,7 @@ def _find_references(
         raise UsageError(
             f"object {name!r} {problem}; objects with tensors: {known}. Choose one with --object."
         )
-    references = [(prefix + key, leaf) for key, leaf in iter_leaves(state[name]) if _is_tensor_ref(leaf)]
+    references = [(key, leaf) for key, leaf in iter_leaves(state[name]) if _is_tensor_ref(leaf)]
     counts = Counter(key for key, _ in references)
     duplicates = sorted(key for key, count in counts.items() if count > 1)
     if duplicates:

@@ -13,7 +13,6 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import elastic_resume as er
@@ -70,16 +69,14 @@ def test_safetensors_package_opens_export(saved: Path, net: Net, tmp_path: Path)
     assert are_equal(loaded, net.state_dict())
 
 
-@pytest.mark.parametrize("wrapped", ["plain", "dp", "ddp"])
-def test_model_loads_export(saved: Path, net: Net, tmp_path: Path, wrapped: str) -> None:
-    """torch.load in its safe mode. Tied weights share memory; DataParallel and DDP use the same prefix."""
-    out(saved, tmp_path / "m.pt", file_format="torch", wrapped=wrapped)
+def test_model_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
+    """torch.load in its safe mode. Tied weights share memory."""
+    out(saved, tmp_path / "m.pt", file_format="torch")
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
-    prefix = "" if wrapped == "plain" else "module."
-    assert loaded[f"{prefix}embed.weight"].data_ptr() == loaded[f"{prefix}head.weight"].data_ptr()
-    fresh = nn.DataParallel(Net()) if prefix else Net()
+    assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
+    fresh = Net()
     fresh.load_state_dict(loaded)
-    assert are_equal(getattr(fresh, "module", fresh).state_dict(), net.state_dict())
+    assert are_equal(fresh.state_dict(), net.state_dict())
 
 
 def test_export_of_optimizer_tensors(saved: Path, tmp_path: Path) -> None:
@@ -175,16 +172,15 @@ def test_export_without_checkpoint_fails(tmp_path: Path, capsys: pytest.CaptureF
     assert "holds no valid checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrapped", ["plain", "ddp"])
-def test_dcp_loads_export(saved: Path, net: Net, tmp_path: Path, wrapped: str) -> None:
-    """DCP loads it into a bare and a wrapped model; an existing directory is never replaced."""
-    fresh = Net() if wrapped == "plain" else nn.DataParallel(Net())
-    out(saved, tmp_path / "dcp", file_format="dcp", wrapped=wrapped)
+def test_dcp_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
+    """An existing directory is never replaced."""
+    fresh = Net()
+    out(saved, tmp_path / "dcp", file_format="dcp")
     state = {"model": fresh.state_dict()}
     with pytest.warns(UserWarning, match="single process"):
         dcp_load(state, checkpoint_id=tmp_path / "dcp")
     fresh.load_state_dict(state["model"])
-    assert are_equal(getattr(fresh, "module", fresh).state_dict(), net.state_dict())
+    assert are_equal(fresh.state_dict(), net.state_dict())
     with pytest.raises(UsageError, match="is a directory"):
         out(saved, tmp_path / "dcp", file_format="dcp", force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "dcp"]
@@ -206,34 +202,10 @@ class Recent:
 
 
 def test_export_of_all_container_types(tmp_path: Path) -> None:
-    """er.load returns a deque and a Counter; a torch file gets types that its safe reader takes."""
+    """er.load returns a deque and a Counter; a file has the tensors."""
     saved = save_checkpoint(tmp_path / "n0", 1, own=Recent())
     loaded = er.load(saved, "own")
     assert (type(loaded["recent"]), loaded["recent"].maxlen, type(loaded["counts"])) == (deque, 3, Counter)
     assert loaded["recent"][0].tolist() == [1, 1]
-    out(saved, tmp_path / "all.pt", name=None, file_format="torch")
-    plain = torch.load(tmp_path / "all.pt", weights_only=True)["own"]
-    assert (plain["recent"][0].tolist(), plain["counts"]) == ([1, 1], {"a": 2})
     out(saved, tmp_path / "own.safetensors", name="own")
     assert list(safetensors.torch.load_file(tmp_path / "own.safetensors")) == ["recent/0"]
-
-
-def test_export_of_all_objects(
-    saved: Path, net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All objects and the position, as a training script would have saved them."""
-    assert main(["export", "--all", "--for", "ddp", str(saved), str(tmp_path / "all.pt")]) == 0
-    assert f"all of {saved}" in capsys.readouterr().out
-    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert (loaded["epoch"], loaded["step"]) == (0, 7)
-    wrapped = nn.DataParallel(Net())
-    wrapped.load_state_dict(loaded["model"])
-    assert are_equal(wrapped.module.state_dict(), net.state_dict())
-    optimizer = torch.optim.Adam(wrapped.parameters())
-    optimizer.load_state_dict(loaded["optimizer"])
-    torch.optim.lr_scheduler.StepLR(optimizer, 1).load_state_dict(loaded["scheduler"])
-    assert main(["export", "--all", "--format", "dcp", str(saved), str(tmp_path / "all")]) == 0
-    held = FileSystemReader(tmp_path / "all").read_metadata().state_dict_metadata
-    assert {name.split(".")[0] for name in held} == {"model", "optimizer", "scheduler", "epoch", "step"}
-    assert main(["export", "--all", str(saved), str(tmp_path / "all.safetensors")]) == 1
-    assert "safetensors holds tensors only" in capsys.readouterr().err
