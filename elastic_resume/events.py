@@ -69,7 +69,6 @@ Kinds, their writers and their own fields::
     committer-failed      committer  error; a bug of ours, it continues with the next request
     snapshot-failed       worker     generation, reason; training continues
     quarantine            worker     path, reason
-    progress-page-ignored worker     reason; the page was damaged and is cleared
     failure               worker     generation, rank, step, type, message (its first line), detail (the
                                      others), cause and cause_type (the exception of a GPU that led to
                                      it), frame, deterministic, traceback; an exception ended the worker

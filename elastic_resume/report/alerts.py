@@ -203,7 +203,6 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
             "committer-failed": "internal error in the committer",
             "hang-detector-failed": "internal error in the hang detector",
             "prune-failed": "old checkpoints could not be pruned",
-            "progress-page-ignored": "the progress page was damaged",
         }.items()
     },
     "quarantine": (BAD, _describe_quarantine),

@@ -18,7 +18,7 @@ from elastic_resume.checkpoint import node_dir, reader
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
-from elastic_resume.errors import CheckpointError, ForeignError, NodeFileError, UnreadableError
+from elastic_resume.errors import CheckpointError, ForeignError, UnreadableError
 from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, RejectedState, SavedState
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
@@ -231,7 +231,7 @@ def take_inventory(
         rank_context.assigned_generation() - 1,
         *(each.newest_generation for each in listings),
     ]
-    last_generation, last_step, last_world_size = _read_last_step(context, progress_page, generation)
+    last_generation, last_step, last_world_size = progress_page.newest_progress(generation)
     last_launcher, command = node_dir.read_script_arguments(context.node_dir)
     return Inventory(
         node=context.node,
@@ -246,17 +246,6 @@ def take_inventory(
         has_restarted=last_launcher == rank_context.launcher_id(),
         command=tuple(command),
     )
-
-
-def _read_last_step(
-    context: RankContext, progress_page: ProgressPage, generation: int
-) -> tuple[int, int, int]:
-    try:
-        return progress_page.newest_progress(generation)
-    except NodeFileError as error:
-        context.events.emit("progress-page-ignored", reason=str(error))
-        progress_page.clear()
-        return 0, 0, 0
 
 
 def open_for_peers(slot_client: SlotClient | None, source_manifest: Manifest) -> OpenedState:

@@ -6,8 +6,8 @@ Generation is stored before step, and a new generation first stores step 0: a re
 generation, new step).
 
 The first part (`ProgressPage.newest_progress`) serves only to count the lost steps. No state is resumed from
-it, so damage is reported and cleared. The second part (`read_records`) is for the agent's hang detector: the
-process of each rank, the time of its last step, and how to request its stacks.
+it, so impossible numbers are passed over. The second part (`read_records`) is for the agent's hang detector:
+the process of each rank, the time of its last step, and how to request its stacks.
 
 The page's blocks are allocated when it is opened, since a store into a hole on a full disk would raise
 SIGBUS. A page that is truncated under a running worker still does; the agent reads with pread and is safe.
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_resume.checkpoint.atomic_io import translate_os_errors
-from elastic_resume.errors import NodeFileError
 
 MAX_LOCAL_RANKS = 1024
 # Makes a worker with a ``stack_output_fd`` write the stacks of its threads; not used by known schedulers,
@@ -158,26 +157,15 @@ class ProgressPage:
     def newest_progress(self, known_generation: int) -> tuple[int, int, int]:
         """Return (generation, step, world size) of the most advanced local rank; zeros if there is none.
 
-        Raise NodeFileError if the page is damaged: ``known_generation`` is the node's own, which is durable
-        before any of its steps.
+        ``known_generation`` is the node's own, which is durable before any of its steps.
         """
         words = self._words
         progress = [
             (words[at], words[at + 1], words[at + 2])
             for at in range(0, MAX_LOCAL_RANKS * _STEP_WORDS, _STEP_WORDS)
+            if words[at] <= known_generation and max(words[at + 1], words[at + 2]) <= _MAX_COUNT
         ]
-        for local_rank, (generation, step, world_size) in enumerate(progress):
-            if generation > known_generation or max(step, world_size) > _MAX_COUNT:
-                raise NodeFileError(
-                    f"{self._path}: is damaged: local rank {local_rank} is in generation {generation} at "
-                    f"step {step} with world size {world_size}, but this node's generation is "
-                    f"{known_generation}. The number of lost steps is unknown."
-                )
-        return max(progress)
-
-    def clear(self) -> None:
-        """Zero the page; only before the node's ranks call `start_generation`."""
-        self._map[:] = bytes(_PAGE_BYTES)
+        return max(progress, default=(0, 0, 0))
 
     def _store(self, local_rank: int, **values: int) -> None:
         """Store words of ``local_rank`` in the given order."""
