@@ -6,20 +6,17 @@ Fields stand in order, as a list. A value that is missing, surplus, ill-typed or
 A view is one line of text, and it is cached. A view of 1,000 members has 40 kB and is part of every hello,
 welcome and proposal. A new leader parses it once for each follower; as JSON this took 3 ms each. The newest
 texts and their views are kept, so parsing is a lookup and equal views are the same object. Fields are quoted
-as in URLs (RFC 3986), so no name can contain a separator. A long text is compressed (zlib), which halves what
-a leader sends.
+as in URLs (RFC 3986), so no name can contain a separator.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
 import json
 import math
 import types
 import typing
-import zlib
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
@@ -30,11 +27,7 @@ from elastic_resume.rendezvous.core.world import Incarnation, View
 
 MAX_MEMBERS = 100_000
 MAX_CACHED_VIEWS = 16
-MAX_CACHED_CHARS = 1 << 20  # a view of 10,000 members
-COMPRESS_ABOVE_CHARS = 4096
-"""A shorter text stays readable in the state file on disk."""
-MAX_EXPANDED_CHARS = 1 << 24
-_COMPRESSED_PREFIX = "z"
+MAX_CACHED_CHARS = 1 << 21  # a view of 10,000 members
 _MAX_FIELD = 4096
 _UNQUOTED_CHARS = ":.[]+/@ "
 _MAX_INT = 1 << 53
@@ -53,8 +46,6 @@ def pack_view(view: View) -> str:
         return cached[1]
     leader = _pack_member(view.leader) if view.leader else ""
     text = ";".join([str(view.generation), leader, *map(_pack_member, view.members)])
-    if len(text) > COMPRESS_ABOVE_CHARS:
-        text = _COMPRESSED_PREFIX + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
     _cache_view(text, view)
     return text
 
@@ -90,24 +81,11 @@ def _pack_member(member: Incarnation) -> str:
 
 
 def _parse_view(text: str) -> View:
-    if text.startswith(_COMPRESSED_PREFIX):
-        text = _decompress(text)
     generation, *fields = text.split(";", MAX_MEMBERS + 2)
     if not 1 <= len(fields) <= MAX_MEMBERS + 1:
         raise ValueError("no leader, or too many members")
     leader = _parse_member(fields[0]) if fields[0] else None
     return View(_parse_number(generation), tuple(map(_parse_member, fields[1:])), leader)
-
-
-def _decompress(text: str) -> str:
-    expander = zlib.decompressobj()
-    try:
-        data = expander.decompress(base64.b64decode(text[1:], validate=True), MAX_EXPANDED_CHARS)
-    except zlib.error as error:
-        raise ValueError("not compressed") from error
-    if not expander.eof or expander.unused_data:
-        raise ValueError("too long when expanded, or cut off")
-    return data.decode("ascii")
 
 
 def _parse_member(text: str) -> Incarnation:

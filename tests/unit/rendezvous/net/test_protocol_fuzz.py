@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import random
-import zlib
 from typing import get_args
 
 import pytest
@@ -119,9 +117,9 @@ def test_damaged_lines_raise_only_protocol_errors(
 
 
 @settings(max_examples=1000)
-@given(st.text(";,%z+/=0123456789abcdef", max_size=60))
+@given(st.text(";,%0123456789abcdef", max_size=60))
 def test_random_text_as_a_view_raises_only_protocol_errors(text: str) -> None:
-    """The text may be quoted, compressed or cut off."""
+    """The text may be quoted or cut off."""
     line = json.dumps({"header": [1, 0, 0], "type": "Decided", "body": [text]})
     try:
         protocol.decode(line.encode())
@@ -294,14 +292,13 @@ def test_messages_of_the_largest_job_fit_the_limits() -> None:
     assert len(codec.pack_view(view)) <= codec.MAX_CACHED_CHARS
 
 
-def test_large_view_is_compressed_and_cached() -> None:
-    """A small view stays readable; parsing the same text returns the same object."""
+def test_large_view_is_cached() -> None:
+    """Parsing the same text returns the same object."""
     members = tuple(
         Incarnation(f"node,{n};%\u00e9", f"disk{n}", n, f"[::1]:{n}", n or None) for n in range(1000)
     )
     view = View(7, members, members[3])
     text = codec.pack_view(view)
-    assert text.startswith("z")
     codec._view_cache.clear()
     read = codec.decode_view(text, "view")
     assert [(one, one.address, one.candidate_index) for one in read.members] == [
@@ -312,14 +309,6 @@ def test_large_view_is_compressed_and_cached() -> None:
     assert codec.pack_view(View(1, members[1:2], members[1])) == "1;" + ";".join(
         ["node%2C1%3B%25%C3%A9,disk1,[::1]:1,1,1"] * 2
     )
-
-
-def test_compression_bomb_is_refused() -> None:
-    """A short text would expand to ten million members."""
-    bomb = zlib.compress(b"1;" + b"a,b,c,1,;" * 10_000_000)
-    for data in (bomb, bomb[:-20], zlib.compress(b"1;a,b,c,1,") + b"more", b"no zlib"):
-        with pytest.raises(ProtocolError, match="not a view"):
-            codec.decode_view("z" + base64.b64encode(data).decode(), "view")
 
 
 def test_view_caches_are_bounded() -> None:
