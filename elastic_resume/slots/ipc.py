@@ -211,11 +211,6 @@ class LocalSnapshot:
     manifest: Manifest
     image: memoryview
 
-    @property
-    def version(self) -> tuple[int, int]:
-        """(generation, step)."""
-        return self.manifest.version
-
 
 class SlotClient:
     """The slots of this node, for one of its local ranks."""

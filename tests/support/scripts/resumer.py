@@ -160,7 +160,7 @@ def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]
     failpoints._failpoints_by_name.clear()
     result |= read_values(live)
     held = memory.find_newest() if memory is not None else None
-    result["held"] = list(held.version) if held is not None else None
+    result["held"] = list(held.manifest.version) if held is not None else None
     if held is not None:
         image = StreamingBuffer.from_complete(held.image)
         result["held_buffer"] = float(image.get_tensor("model/1.running_mean").mean())
