@@ -195,7 +195,6 @@ class Cluster:
         max_nodes: int | None = None,
         workers_per_node: int = 1,
         run_id: str = "job",
-        shared_disk: bool = False,
         candidates: int = 3,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
@@ -213,8 +212,6 @@ class Cluster:
             max_nodes: most nodes that train; default: ``nodes``.
             workers_per_node: number of local ranks.
             run_id: name of the job.
-            shared_disk: give all nodes one checkpoint directory, as on a shared file system. Otherwise each
-                node has a disk of its own.
             candidates: number of nodes that ``--rdzv-endpoint`` names.
             flags: further flags of ``elastic-resume run``.
             env: added to the environment of every node; it overrides what is set here.
@@ -241,7 +238,7 @@ class Cluster:
         self._planned_actions = PlannedActions()
         self.failpoints = FailpointController(self.directory / "armed")
         self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # (node index, action) -> failpoint id
-        self.nodes = [self._build_node(index, shared_disk=shared_disk) for index in range(nodes)]
+        self.nodes = [self._build_node(index) for index in range(nodes)]
         low, high = min_nodes or nodes, max_nodes or nodes
         self._nnodes = f"{low}:{high}" if low != high else str(high)
         self._flags = list(flags)
@@ -673,16 +670,14 @@ class Cluster:
             **self.failpoints.env,
         }
 
-    def _build_node(self, index: int, *, shared_disk: bool) -> Node:
+    def _build_node(self, index: int) -> Node:
         name = f"n{index}"
-        ckpt_dir = root = self.ckpt_dir
-        if not shared_disk:
-            ckpt_dir = self.directory / "disks" / name
-            root = self._backend.prepare_disk(index, ckpt_dir)
-            link = self.run_dir / name
-            link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.is_symlink():
-                link.symlink_to(root / self.run_id / name)
+        ckpt_dir = self.directory / "disks" / name
+        root = self._backend.prepare_disk(index, ckpt_dir)
+        link = self.run_dir / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(root / self.run_id / name)
         log = self.directory / "logs" / f"{name}.log"
         return Node(name, self._backend.address(index), ckpt_dir, root / self.run_id / name, log)
 
