@@ -317,13 +317,6 @@ OPTIONS = (
         default_help="5s; in a pod half of its terminationGracePeriodSeconds",
     ),
     Option(
-        "node-arguments",
-        "--NAME,...",
-        "script arguments that differ between nodes on purpose, such as a rank or a path",
-        parse_names,
-        default_help="none",
-    ),
-    Option(
         "preload",
         "MODULE,...",
         "modules to import once, ahead of all workers",

@@ -212,22 +212,9 @@ def identify_script(script: str) -> str:
     return f"{path.name[:MAX_ARGUMENT_CHARS]}{digest}"
 
 
-def describe_script_arguments(arguments: Sequence[str], node_arguments: Sequence[str]) -> str:
-    """Return the script's arguments in one line, secrets masked, to compare them between nodes.
-
-    Those named in ``node_arguments`` are left out with their values, as ``--rank 3`` and ``--rank=3``.
-    """
-    words: list[str] = []
-    is_value = False
-    for word in mask_secrets(arguments):
-        if is_value and not word.startswith("-"):
-            is_value = False
-            continue
-        name, equals, _ = word.partition("=")
-        is_value = name in node_arguments and not equals
-        if name not in node_arguments:
-            words.append(word)
-    text = shlex.join(words)
+def describe_script_arguments(arguments: Sequence[str]) -> str:
+    """Return the script's arguments in one line, secrets masked, to compare them between nodes."""
+    text = shlex.join(mask_secrets(arguments))
     if len(text) <= MAX_ARGUMENT_CHARS:
         return text
     digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]

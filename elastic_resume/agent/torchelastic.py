@@ -484,7 +484,7 @@ def prepare_launch(
             entrypoint_args,
             rendezvous_config,
             options.identify_script(args.training_script),
-            options.describe_script_arguments(args.training_script_args, args.node_arguments or ()),
+            options.describe_script_arguments(args.training_script_args),
             worker_command,
             filled.shared_dir,
             args.master_port if one_node and "master_port" in given_flags and not args.standalone else 0,

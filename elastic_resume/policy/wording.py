@@ -234,10 +234,8 @@ def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -
 def describe_arguments(arguments: Sequence[reasons.NodeArguments]) -> str:
     """Name the script's arguments of nodes that differ; rank 0's node is first."""
     listed = "; ".join(f"{each.node}: {each.arguments or '(none)'}" for each in arguments)
-    text = f"the script's arguments differ between nodes: {listed}. Give all nodes the same"
-    return to_printable(
-        f"{text}, or name what differs on purpose with ELASTIC_RESUME_NODE_ARGUMENTS.", MAX_CHARS
-    )
+    text = f"the script's arguments differ between nodes: {listed}."
+    return to_printable(f"{text} Give all nodes the same, unless that is meant.", MAX_CHARS)
 
 
 # ---- nodes ---------------------------------------------------------------------------------------------
