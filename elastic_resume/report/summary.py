@@ -166,20 +166,10 @@ class InjectedFault:
     It decides no root cause: only the nodes' own events do.
     """
 
-    number: int | None
-    kind: str
-    target: str
-    trigger: str
     node: str
-    rank: int | None
     t: float
-    message: str
+    text: str
     generation: int | None
-
-    @property
-    def text(self) -> str:
-        """What the injector did, in words."""
-        return self.message or f"{self.kind} {self.node or self.target}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -282,17 +272,11 @@ def _collect_faults(
     faults = []
     for event in timeline.select("fault"):
         running = [times.number for times in generation_times if times.restored_t <= event.t]
-        number = event.raw.get("number")
         faults.append(
             InjectedFault(
-                number=number if type(number) is int else None,
-                kind=event.get_text("what") or "fault",
-                target=str(event.raw.get("where") or ""),
-                trigger=str(event.raw.get("when") or ""),
                 node=event.node,
-                rank=event.rank,
                 t=event.t,
-                message=event.get_text("message"),
+                text=event.get_text("message"),
                 generation=running[-1] if running else None,
             )
         )
