@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import struct
@@ -203,20 +204,22 @@ def test_message_of_loader_is_read_to_its_end(
 
     interrupter = Observed()
 
-    def send_rest() -> None:
+    def end_world_within_message() -> None:
+        while select.select([reader], [], [], 0)[0]:  # its size is not read yet
+            time.sleep(0.001)
+        end.sendall(b"park\n")
         while not postponed:
             time.sleep(0.001)
         os.write(writer.fileno(), b"old!")
         writer.send_bytes(b"new")
 
-    threading.Thread(target=send_rest, daemon=True).start()
+    os.write(writer.fileno(), struct.pack("!i", 4))
+    threading.Thread(target=end_world_within_message, daemon=True).start()
     calls = []
 
     def train() -> bytes:
         calls.append(1)
         if len(calls) == 1:
-            os.write(writer.fileno(), struct.pack("!i", 4))
-            end.sendall(b"park\n")
             reader.recv_bytes()
             wait_for_interrupt()
         return bytes(reader.recv_bytes())
