@@ -10,6 +10,7 @@ gives them the node's group of the next world. Both use what torch does not docu
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -55,12 +56,12 @@ def check_survives(models: Iterable[nn.Module]) -> None:
             )
 
 
-def reset(models: Iterable[nn.Module]) -> str:
+def reset() -> str:
     """Drop what an interrupted step has left: gathered parameters, unfinished reductions, gradients.
 
     Return why the models cannot be used again, or "".
     """
-    for module in list_fsdp_modules(models):
+    for module in _find_fsdp_modules():
         state = module._get_fsdp_state()
         if state._is_root:  # None before its first forward pass
             try:
@@ -76,10 +77,10 @@ def reset(models: Iterable[nn.Module]) -> str:
     return ""
 
 
-def reconnect(models: Iterable[nn.Module]) -> None:
+def reconnect() -> None:
     """Let FSDP models communicate in the node's group of this world, if they were sharded over its mesh."""
     node_mesh = NodeMesh.current
-    for module in list_fsdp_modules(models):
+    for module in _find_fsdp_modules():
         for info in _list_mesh_infos(module):
             if node_mesh is not None and info.mesh is node_mesh.mesh:
                 info.shard_process_group = node_mesh.group
@@ -89,6 +90,12 @@ def list_fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
     """Return the modules in ``models`` that were given to fully_shard()."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes a second
     return [m for model in models for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
+
+
+def _find_fsdp_modules() -> list[Any]:
+    """Return those of all models in this process: a frozen teacher, say, is not given to er.resume()."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [item for item in gc.get_objects() if issubclass(type(item), fsdp.FSDPModule)] if fsdp else []
 
 
 def _list_mesh_infos(module: Any) -> list[Any]:
