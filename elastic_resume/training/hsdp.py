@@ -56,12 +56,12 @@ def check_survives(models: Iterable[nn.Module]) -> None:
             )
 
 
-def reset() -> str:
+def reset(models: Iterable[nn.Module]) -> str:
     """Drop what an interrupted step has left: gathered parameters, unfinished reductions, gradients.
 
     Return why the models cannot be used again, or "".
     """
-    for module in _find_fsdp_modules():
+    for module in _find_fsdp_modules(models):
         state = module._get_fsdp_state()
         if state._is_root:  # None before its first forward pass
             try:
@@ -77,10 +77,10 @@ def reset() -> str:
     return ""
 
 
-def reconnect() -> None:
+def reconnect(models: Iterable[nn.Module]) -> None:
     """Let FSDP models communicate in the node's group of this world, if they were sharded over its mesh."""
     node_mesh = NodeMesh.current
-    for module in _find_fsdp_modules():
+    for module in _find_fsdp_modules(models):
         for info in _list_mesh_infos(module):
             if node_mesh is not None and info.mesh is node_mesh.mesh:
                 info.shard_process_group = node_mesh.group
@@ -92,10 +92,12 @@ def list_fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
     return [m for model in models for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
 
 
-def _find_fsdp_modules() -> list[Any]:
-    """Return those of all models in this process: a frozen teacher, say, is not given to er.resume()."""
+def _find_fsdp_modules(models: Iterable[nn.Module]) -> Iterable[Any]:
+    """Return those in ``models``, and those of models that are not saved: a frozen teacher, say."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [item for item in gc.get_objects() if issubclass(type(item), fsdp.FSDPModule)] if fsdp else []
+    types = set(fsdp.FSDPModule.__subclasses__()) if fsdp else set()  # fully_shard() makes them
+    others = [item for item in gc.get_objects() if type(item) in types] if types else []
+    return dict.fromkeys([*list_fsdp_modules(models), *others])
 
 
 def _list_mesh_infos(module: Any) -> list[Any]:

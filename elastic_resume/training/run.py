@@ -585,7 +585,7 @@ class Run:
         base_hook = worker_exit.remove_hook()
         gpus = state_dict.find_gpus(self._arguments.objects)
         self._collectives = Collectives.join(gpus, self._connections)
-        hsdp.reconnect()
+        hsdp.reconnect(self._models)
         context = open_context(self._collectives, self._arguments, base_hook)
         parts = restore_parts(context, self._arguments, self._tensor_pool)
         self._tensor_pool = None
@@ -620,7 +620,7 @@ class Run:
         for wrapper in list(self._wrappers):
             release_wrapper(wrapper)
         self._wrappers.clear()
-        obstacle = hsdp.reset() or obstacle
+        obstacle = hsdp.reset(self._models) or obstacle
         if self._collectives is not None:
             self._collectives.leave()
         return obstacle
