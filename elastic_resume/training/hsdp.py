@@ -10,6 +10,7 @@ gives them the node's group of the next world. Both use what torch does not docu
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -60,7 +61,7 @@ def reset(models: Iterable[nn.Module]) -> str:
 
     Return why the models cannot be used again, or "".
     """
-    for module in list_fsdp_modules(models):
+    for module in _find_fsdp_modules(models):
         state = module._get_fsdp_state()
         if state._is_root:  # None before its first forward pass
             try:
@@ -79,7 +80,7 @@ def reset(models: Iterable[nn.Module]) -> str:
 def reconnect(models: Iterable[nn.Module]) -> None:
     """Let FSDP models communicate in the node's group of this world, if they were sharded over its mesh."""
     node_mesh = NodeMesh.current
-    for module in list_fsdp_modules(models):
+    for module in _find_fsdp_modules(models):
         for info in _list_mesh_infos(module):
             if node_mesh is not None and info.mesh is node_mesh.mesh:
                 info.shard_process_group = node_mesh.group
@@ -89,6 +90,14 @@ def list_fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
     """Return the modules in ``models`` that were given to fully_shard()."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes a second
     return [m for model in models for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
+
+
+def _find_fsdp_modules(models: Iterable[nn.Module]) -> Iterable[Any]:
+    """Return those in ``models``, and those of models that are not saved: a frozen teacher, say."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    types = set(fsdp.FSDPModule.__subclasses__()) if fsdp else set()  # fully_shard() makes them
+    others = [item for item in gc.get_objects() if type(item) in types] if types else []
+    return dict.fromkeys([*list_fsdp_modules(models), *others])
 
 
 def _list_mesh_infos(module: Any) -> list[Any]:

@@ -217,7 +217,7 @@ def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None
     ranks = launch_ranks.run_ranks(4, SCRIPTS / "sharded_kinds.py", str(tmp_path), env=env)
     ended = launch_ranks.read_results(ranks)
     results = [rank["kinds"] for rank in ended]
-    launch_ranks.check_kinds(results, 16)
+    launch_ranks.check_kinds(results, 17)
     for rank, kinds in enumerate(results):
         for kind, result in kinds.items():
             assert result["worlds"] == (2 if SURVIVES and "mesh" not in kind else 0), f"{kind}, rank {rank}"

@@ -166,6 +166,16 @@ def scale_gradients(model: Any) -> Any:
     return model
 
 
+def add_teacher(model: Any) -> Any:
+    """Let a frozen sharded model, which is not saved, compute what the head gets."""
+    teacher: Any = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    nn.init.eye_(teacher.weight)
+    nn.init.ones_(teacher.bias)
+    fully_shard(teacher, mesh=er.shard_mesh())
+    model.head.register_forward_pre_hook(lambda _, inputs: (inputs[0] + teacher(inputs[0]),))
+    return model
+
+
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 KINDS = {
     "AdamW": Kind(),
@@ -184,6 +194,7 @@ KINDS = {
     "own factor": Kind(prepare=scale_gradients),
     "accumulated": Kind(micro_batch=2),
     "offloaded": Kind(how={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "with a teacher": Kind(prepare=add_teacher),
     "mesh of two dimensions": Kind(mesh=make_wide_mesh),
     "mesh of three dimensions": Kind(mesh=make_deep_mesh),
 }
