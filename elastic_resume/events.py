@@ -72,7 +72,7 @@ Kinds, their writers and their own fields::
     failure               worker     generation, rank, step, type, message (its first line), detail (the
                                      others), cause and cause_type (the exception of a GPU that led to
                                      it), frame, deterministic, traceback; an exception ended the worker
-    fault                 (none)     number, what, node, rank, message; injected, in
+    fault                 (none)     number, what, where, when, node, rank, message; injected, in
                                      faults.jsonl
     run-end               worker     generation, rank, step, epoch, stalled_s; the script's epochs are done
 """

@@ -166,10 +166,20 @@ class InjectedFault:
     It decides no root cause: only the nodes' own events do.
     """
 
+    number: int | None
+    kind: str
+    target: str
+    trigger: str
     node: str
+    rank: int | None
     t: float
-    text: str
+    message: str
     generation: int | None
+
+    @property
+    def text(self) -> str:
+        """What the injector did, in words."""
+        return self.message or f"{self.kind} {self.node or self.target}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -272,11 +282,17 @@ def _collect_faults(
     faults = []
     for event in timeline.select("fault"):
         running = [times.number for times in generation_times if times.restored_t <= event.t]
+        number = event.raw.get("number")
         faults.append(
             InjectedFault(
+                number=number if type(number) is int else None,
+                kind=event.get_text("what") or "fault",
+                target=str(event.raw.get("where") or ""),
+                trigger=str(event.raw.get("when") or ""),
                 node=event.node,
+                rank=event.rank,
                 t=event.t,
-                text=event.get_text("message"),
+                message=event.get_text("message"),
                 generation=running[-1] if running else None,
             )
         )

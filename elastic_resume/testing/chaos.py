@@ -145,6 +145,7 @@ def parse_command(words: Sequence[str]) -> Experiment:
         seed=seed,
         disk_bytes=args.disk,
         fault_window_s=args.for_s,
+        stall_timeout_s=args.patience,
     )
 
 
@@ -198,6 +199,9 @@ def build_parser() -> Parser:
         metavar="SIZE")  # fmt: skip
     add("--dir", "directory of logs, checkpoints and events (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
+    add_time(
+        "--patience", "end a job that finishes no step for this long (default 5m)", default=STALL_TIMEOUT_S
+    )
     return parser
 
 
@@ -253,6 +257,7 @@ class Experiment:
     seed: int = 0
     disk_bytes: int | None = None
     fault_window_s: float = MAX_FAULT_WINDOW_S
+    stall_timeout_s: float = STALL_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -349,10 +354,10 @@ class _ExperimentRun:
             logger.info("generation %d continues after step %d", *furthest)
         if furthest != self._latest_progress:
             self._latest_progress, self._last_progress_at = furthest, now
-        if now < self._last_progress_at + STALL_TIMEOUT_S:
+        if now < self._last_progress_at + self._experiment.stall_timeout_s:
             return ""
         return (
-            f"no rank finished a step for {STALL_TIMEOUT_S:.0f} s "
+            f"no rank finished a step for {self._experiment.stall_timeout_s:.0f} s "
             f"(generation {furthest[0]}, step {furthest[1]}).\n{self._cluster.output_tails()}"
         )
 

@@ -488,6 +488,8 @@ class FaultInjector:
             "fault",
             number=outcome.number,
             what=fault.what,
+            where=target,
+            when=fault.time_text.strip(),
             node=nodes[0] if len(nodes) == 1 else "",
             rank=rank,
             message=message,

@@ -478,7 +478,7 @@ class EventfulRun(Job):
         self, number: int, what: str, node: str, rank: int | None = None, message: str = ""
     ) -> None:
         """Record an injected fault."""
-        about = {"number": number, "what": what}
+        about = {"number": number, "what": what, "where": node, "when": f"step {self.step}"}
         self.add(self.now + 0.1, "fault", node, **about, rank=rank, message=message or f"{what} {node}")
 
 

@@ -66,7 +66,7 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "--hang-timeout": _option("hang-timeout"),
     "--node-timeout": _option("node-timeout"),
     "--rdzv-conf": _terms,
-    "chaos --for": lambda text: float(chaos.build_parser().parse_args(["--for", text]).for_s),
+    "chaos --patience": lambda text: float(chaos.build_parser().parse_args(["--patience", text]).patience),
 }
 # An empty variable counts as not set.
 UNSET = {"TERMINATION_GRACE_S"}
@@ -130,7 +130,7 @@ def test_duration_out_of_range_error_names_given_limits(
     assert str(error.value) == f"--grace is {text!r}: write a time {said}."
 
 
-@pytest.mark.parametrize("flag", ["--mtbf", "--for"])
+@pytest.mark.parametrize("flag", ["--mtbf", "--for", "--patience"])
 def test_chaos_duration_error_names_flag(flag: str) -> None:
     """Several flags of chaos are durations."""
     with pytest.raises(ConfigError, match=rf"^{flag} is '5x': write a time in seconds"):

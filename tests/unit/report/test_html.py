@@ -60,9 +60,9 @@ def test_state_agrees_with_verdict(died: bool, now: float, word: str) -> None:
 def test_fault_is_listed_with_its_generation() -> None:
     """The row of the generation has the fault too, beside why it ended."""
     job = Job().begun()
-    slow = {"number": 1, "what": "slow-link", "rank": None}
+    slow = {"number": 1, "what": "slow-link", "where": "n2", "when": "", "rank": None}
     job.add(104, "fault", "n2", **slow, message="slow-link n2 (for 5s)")
-    kill = {**slow, "number": 2, "what": "kill-worker"}
+    kill = {**slow, "number": 2, "what": "kill-worker", "where": "n1"}
     job.add(110.1, "fault", "n1", **kill, message="kill-worker n1")
     job.exit(110.2, 1, signal="SIGKILL")
     told = html.render_page(summary.build_run_report(job.events))

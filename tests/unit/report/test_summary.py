@@ -136,10 +136,10 @@ def test_injected_faults_do_not_change_the_history() -> None:
     """Only the nodes' events decide the root cause."""
     job = report_runs.make_eventful_run()
     report = summary.build_run_report(job.events)
-    assert [(item.node, item.generation) for item in report.faults] == [
-        ("n1", 1),
-        ("n2", 2),
-        ("n3", 3),
+    assert [(item.number, item.kind, item.node, item.generation) for item in report.faults] == [
+        (1, "kill-worker", "n1", 1),
+        (2, "disk-full", "n2", 2),
+        (3, "kill-node", "n3", 3),
     ]
     without = [item for item in job.events if item["event"] != "fault"]
     assert summary.build_run_report(without).history == report.history
@@ -220,7 +220,7 @@ def test_logs_of_several_places_are_merged(apart: tuple[Path, Path, list[Event]]
     found = load_run([here, there])
     assert sorted(map(repr, found.events)) == sorted(map(repr, every))
     assert summary.build_run_report(found.events).history == summary.build_run_report(every).history
-    assert [item.node for item in summary.build_run_report(found.events).faults] == ["n2"]
+    assert [item.kind for item in summary.build_run_report(found.events).faults] == ["kill-node"]
     assert len(load_run([here / "n0", there, here]).events) == len(every)
 
 
