@@ -1,12 +1,16 @@
 """Find problems that ended no generation, such as disk errors, hangs and preemption notices.
 
 Each kind of event has one sentence. The same problem of the same node becomes one alert with a count,
-from the first time to the last. Pure.
+from the first time to the last. An alert for failing commits is resolved by the node's next checkpoint.
+Pure.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -26,7 +30,7 @@ _VARYING_FIELDS = frozenset({"t", "b", "pid", "seconds", "generation"})
 class Alert:
     """A problem of one node, with how often and how long it occurred.
 
-    ``severity`` is bad (a person should look) or note. ``last_t`` is when it was seen last.
+    ``severity`` is bad (a person should look) or note. ``last_t`` is when it was resolved, or else seen last.
     """
 
     kind: str
@@ -38,6 +42,7 @@ class Alert:
     text: str
     generation: int | None = None
     step: int | None = None
+    is_resolved: bool = True
 
 
 def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> tuple[Alert, ...]:
@@ -60,7 +65,7 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> t
             text = event.get_text("message") or kind
             alert = _make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text)
             found.append((alert, _identify_problem(event)))
-    return tuple(sorted(_merge_repeated(found), key=lambda alert: (alert.t, alert.node)))
+    return tuple(sorted(_merge_repeated(found, timeline), key=lambda alert: (alert.t, alert.node)))
 
 
 def _make_alert(kind: str, severity: str, event: ParsedEvent, text: str) -> Alert:
@@ -76,15 +81,39 @@ def _identify_problem(event: ParsedEvent) -> str:
     return repr([(name, value) for name, value in event.raw.items() if name not in _VARYING_FIELDS])
 
 
-def _merge_repeated(alerts: Iterable[tuple[Alert, str]]) -> list[Alert]:
-    """Merge repeated alerts of a node."""
-    merged: dict[tuple[str, str, str], Alert] = {}
+def _merge_repeated(alerts: Iterable[tuple[Alert, str]], timeline: EventTimeline) -> list[Alert]:
+    """Merge repeated alerts of a node; a commit between two failed commits separates them."""
+    commits: dict[str, list[float]] = defaultdict(list)
+    for event in timeline.select("commit"):
+        commits[event.node].append(event.t)
+    open_alerts: dict[tuple[str, str, str], Alert] = {}
+    merged = []
     for alert, problem in sorted(alerts, key=lambda pair: pair[0].t):
         key = (alert.kind, alert.node, problem)
-        first = merged.setdefault(key, alert)
-        if first is not alert:
-            merged[key] = replace(first, last_t=alert.t, count=first.count + 1)
-    return list(merged.values())
+        last = open_alerts.get(key)
+        if last is not None and _next_after(commits[alert.node], last.last_t) >= alert.t:
+            open_alerts[key] = replace(last, last_t=alert.t, count=last.count + 1)
+            continue
+        merged += [last] if last is not None else []
+        open_alerts[key] = alert
+    merged += open_alerts.values()
+    return [
+        _resolve(alert, _next_after(commits[alert.node], alert.last_t))
+        if alert.kind == "commit-failed"
+        else alert
+        for alert in merged
+    ]
+
+
+def _resolve(alert: Alert, next_commit_t: float) -> Alert:
+    is_resolved = next_commit_t < math.inf
+    return replace(alert, is_resolved=is_resolved, last_t=next_commit_t if is_resolved else alert.last_t)
+
+
+def _next_after(times: list[float], t: float) -> float:
+    """Return the first of the sorted ``times`` after ``t``; infinity if there is none."""
+    index = bisect.bisect_right(times, t)
+    return times[index] if index < len(times) else math.inf
 
 
 # ---- one sentence for each kind ------------------------------------------------------------------------
@@ -203,4 +232,5 @@ def describe_recurrence(alert: Alert) -> str:
     duration_s = alert.last_t - alert.t
     repeats = format_count(alert.count, "time") if alert.count > 1 else ""
     lasting = f"for {format_seconds(duration_s)}" if duration_s >= 1 else ""
-    return ", ".join(filter(None, [repeats, lasting]))
+    unresolved = "" if alert.is_resolved else "not resolved"
+    return ", ".join(filter(None, [repeats, lasting, unresolved]))

@@ -137,8 +137,9 @@ def _hints_from_alerts(alerts: Sequence[Alert]) -> list[str]:
     for group in groups.values():
         first, count = group[0], sum(alert.count for alert in group)
         times = f" ({format_count(count, 'time')})" if count > 1 else ""
+        unresolved = "" if first.is_resolved else "; not resolved"
         rank = _WORST_ALERTS.index(first.kind) if first.kind in _WORST_ALERTS else len(_WORST_ALERTS)
-        hints.append((rank, -count, f"{first.node or 'a node'}: {first.text}{times}"))
+        hints.append((rank, -count, f"{first.node or 'a node'}: {first.text}{times}{unresolved}"))
     return [hint for *_, hint in sorted(hints, key=itemgetter(0, 1))]
 
 

@@ -96,15 +96,18 @@ def test_node_that_fails_repeatedly_gets_a_hint() -> None:
 # ---- alerts and faults ---------------------------------------------------------------------------------
 
 
-def test_failed_commits_of_a_node_are_one_alert() -> None:
-    """It has their number, from the first to the last."""
+def test_failed_commits_are_one_alert_until_the_next_commit() -> None:
+    """An alert that lasts is not resolved."""
     job = Job().begun()
     for t in (111, 112, 113):
         job.add(t, "commit-failed", "n1", generation=1, step=t - 100, error=f"step {t}: [Errno 28] full")
     job.add(120, "commit", "n1", generation=1, step=20, bytes=7, seconds=0.1, path="/x/g000001-s0000000020")
     job.add(130, "commit-failed", "n1", generation=1, step=30, error="[Errno 5]")
-    (alert,) = summary.build_run_report(job.events).alerts
-    assert (alert.kind, alert.t, alert.last_t, alert.count) == ("commit-failed", 111, 130, 4)
+    first, second = (
+        item for item in summary.build_run_report(job.events).alerts if item.kind == "commit-failed"
+    )
+    assert (first.t, first.last_t, first.count, first.is_resolved) == (111, 120, 3, True)
+    assert (second.t, second.count, second.is_resolved) == (130, 1, False)
 
 
 def test_each_kind_of_alert_has_severity_and_node() -> None:
