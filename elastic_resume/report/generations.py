@@ -537,8 +537,20 @@ _OUTCOMES = {"failed": "failed", "signalled": "stopped", "left": "stopped", "don
 
 
 @dataclass(frozen=True)
+class JobWait:
+    """Nodes that wait for others and run no workers, since ``since_t``; ``missing_nodes`` as far as known."""
+
+    since_t: float
+    missing_nodes: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
 class RunHistory:
-    """All generations of a run, and sums over them."""
+    """All generations of a run, and sums over them.
+
+    ``wait`` is None unless the remaining nodes wait for others now.
+    """
 
     generations: tuple[Generation, ...]
     num_incidents: int
@@ -546,6 +558,7 @@ class RunHistory:
     last_step: int | None
     outcome: str  # finished, failed, stopped, open, or empty
     message: str
+    wait: JobWait | None = None
 
 
 def build_history_from_events(events: Iterable[Event]) -> RunHistory:
@@ -568,6 +581,7 @@ def build_history(timeline: EventTimeline) -> RunHistory:
         last_step=lasts[-1] if lasts else None,
         outcome=outcome,
         message=message,
+        wait=_find_wait(timeline, rows) if outcome == "open" else None,
     )
 
 
@@ -588,3 +602,26 @@ def _determine_outcome(timeline: EventTimeline, rows: Sequence[Generation]) -> t
             if event.get_text("outcome") == name:
                 return outcome, event.get_text("message")
     return "open", ""
+
+
+def _find_wait(timeline: EventTimeline, rows: Sequence[Generation]) -> JobWait | None:
+    """Return what the agents wait for after the last generation; None if one runs or all agents ended.
+
+    A node that was not in the last generation may be partitioned from others that train.
+    """
+    members = rows[-1].nodes if rows else tuple(timeline.by_node)
+    last_run = max((event.t for event in timeline.select("generation-start", "step")), default=0.0)
+    newest_agents = {event.node: event for event in timeline.select("agent-start", "agent-end")}
+    ended = {node for node, event in newest_agents.items() if event.kind == "agent-end"}
+    waits = [
+        event
+        for event in timeline.select("rendezvous")
+        if event.get_text("what") == "waiting" and event.t > last_run
+        if event.node in members and event.node not in ended
+    ]
+    if not waits:
+        return None
+    reason = waits[-1].raw.get("reason")
+    missing = reason.get("missing_nodes") if isinstance(reason, dict) else None
+    nodes = tuple(node for node in missing if isinstance(node, str)) if isinstance(missing, list) else ()
+    return JobWait(waits[0].t, nodes, describe_reason(reason) or waits[-1].get_text("message"))

@@ -144,6 +144,8 @@ def _run_state(report: RunReport) -> tuple[str, str]:
     rows = report.history.generations
     if report.history.outcome != "open" or not rows:
         return OUTCOME_LABELS.get(report.history.outcome, ("other", "not started"))
+    if report.history.wait is not None:
+        return "bad", "waiting"
     if rows[-1].end.is_failure:
         return "bad", "down"
     is_silent = report.silent_s is not None and report.silent_s > MAX_SILENCE_S

@@ -26,10 +26,11 @@ from elastic_resume.report.formatting import (
     format_percent,
     format_seconds,
     format_table,
+    format_utc,
     truncate,
     wrap_text,
 )
-from elastic_resume.report.generations import Generation, RunHistory, build_history
+from elastic_resume.report.generations import Generation, JobWait, RunHistory, build_history
 from elastic_resume.report.goodput import (
     GenerationTimes,
     Goodput,
@@ -100,6 +101,8 @@ def _describe_state(history: RunHistory, goodput: Goodput) -> str:
         return f"Finished{when}."
     if history.outcome in {"failed", "stopped"}:
         return f"{'FAILED' if history.outcome == 'failed' else 'Stopped'}{when}: {message}."
+    if history.wait is not None:
+        return _describe_wait(history.wait, f",{when}" if history.generations else "")
     if not history.generations:
         return "No training yet."
     end = history.generations[-1].end
@@ -108,9 +111,18 @@ def _describe_state(history: RunHistory, goodput: Goodput) -> str:
     return f"Running, or killed as a whole,{when}."
 
 
+def _describe_wait(wait: JobWait, when: str) -> str:
+    since = f"{format_utc(wait.since_t)} UTC"
+    if not wait.missing_nodes:
+        return f"Waiting since {since}{when}: {truncate(wait.text, MAX_MESSAGE_CHARS)}."
+    nodes = ", ".join(wait.missing_nodes)
+    verb = "is" if len(wait.missing_nodes) == 1 else "are"
+    return f"Waiting for a quorum since {since}{when}: {nodes} {verb} missing."
+
+
 def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float) -> str:
     share = "" if goodput.share is None else f"; goodput {format_percent(goodput.share)}"
-    if not history.num_incidents:
+    if not history.num_incidents and history.wait is None:
         return f"No failure{share}."
     steps = format_count(history.recomputed_steps, "step") if history.recomputed_steps else "no step"
     failures = format_count(history.num_incidents, "failure")
@@ -120,6 +132,11 @@ def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float)
 
 def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
     hints = []
+    if history.wait is not None and history.wait.missing_nodes:
+        hints.append(
+            f"start {', '.join(history.wait.missing_nodes)} again, with their disks; if they are gone for "
+            "good: end the job, remove rendezvous.json from the node directories, and start it again"
+        )
     last = history.generations[-1] if history.generations else None
     if history.outcome == "failed" and last is not None and last.end.is_failure:
         hints.append(f"generation {last.number} ended: {last.end.text}")
@@ -157,7 +174,7 @@ def _hints_from_totals(history: RunHistory, goodput: Goodput) -> list[str]:
     return hints
 
 
-REPORT_SCHEMA = 5
+REPORT_SCHEMA = 4
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from markupsafe import escape
 from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
+from elastic_resume.policy import wording
 from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import WorkersStopped, to_json
-from elastic_resume.report import html, summary
+from elastic_resume.report import generations, html, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import format_seconds
 from elastic_resume.report.loader import load_run
@@ -305,14 +306,34 @@ def test_template_and_style_sheet_are_in_the_package() -> None:
         assert resources.files("elastic_resume.report").joinpath(name).is_file()
 
 
-def test_waiting_nodes_are_down_and_an_alert_names_the_missing_ones() -> None:
+def test_verdict_of_waiting_nodes_names_the_missing_ones() -> None:
     """Nodes without a quorum neither run nor were killed."""
     report = summary.build_run_report(half_lost().events, now=400)
-    assert report.verdict.text.startswith("Down at step 10 after 24 s, not recovered: n2 is unreachable")
-    assert [(alert.kind, alert.severity, alert.node) for alert in report.alerts] == [
-        ("waiting", "note", "n0"),
-        ("waiting", "note", "n1"),
-    ]
+    assert report.verdict.text.startswith(
+        "Waiting for a quorum since 1970-01-01 00:01:54 UTC, at step 10 after 24 s: n2, n3 are missing. "
+    )
+    assert "No failure" not in report.verdict.text
+    assert report.verdict.hints[0] == (
+        "start n2, n3 again, with their disks; if they are gone for good: end the job, remove "
+        "rendezvous.json from the node directories, and start it again"
+    )
+    assert report.history.wait == generations.JobWait(
+        114, ("n2", "n3"), wording.describe(report_runs.WAITS_FOR_QUORUM)
+    )
+    assert ">waiting<" in html.render_page(report)
+
+
+def test_wait_ends_with_the_next_generation_or_the_agents() -> None:
+    """A wait that is over is no verdict."""
+    job = half_lost()
+    job.begin(200, 10, "n0", "n1")
+    assert summary.build_run_report(job.events).history.wait is None
+    job.add(201, "rendezvous", "n2", what="waiting", reason=to_json(report_runs.WAITS_FOR_QUORUM))
+    assert summary.build_run_report(job.events).history.wait is None  # n2 is partitioned from n0 and n1
+    job = half_lost()
+    for node in ("n0", "n1"):
+        job.add(150, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    assert summary.build_run_report(job.events).history.wait is None
 
 
 # ---- what the figures count ------------------------------------------------------------------------------
