@@ -165,7 +165,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
         newest_step, start_cost = 0, self._controller.find_start_cost()
         if start_cost is not None:
             self._client.send_start_cost(start_cost)
-            self._standby.allow()
         if last_world is not None:
             summary = self._report_failure(last_world)
             newest_step = summary.newest_step

@@ -351,12 +351,11 @@ def describe_standby_start(ranks: Sequence[int], kept: Sequence[int], start_s: f
 def describe_standby_failure(local_rank: int, exit_code: int) -> str:
     """Return the line of a node whose worker could not start before the node joined."""
     why = f"it was killed by signal {-exit_code}" if exit_code < 0 else f"it ended with exit code {exit_code}"
-    until = "a worker of this node has reached run.restartable"
     if exit_code == EXIT_NO_STANDBY:
-        why, until = "no worker can start ahead, as its own line above says", "this agent ends"
+        why = "no worker can start ahead, as its own line above says"
     return (
-        f"local rank {local_rank} did not reach er.resume() before this node joined: {why}. Until {until}, "
-        "the node joins first and the others wait for its workers' start."
+        f"local rank {local_rank} did not reach er.resume() before this node joined: {why}. Until this agent "
+        "ends, the node joins first and the others wait for its workers' start."
     )
 
 

@@ -5,7 +5,7 @@ generation. The shim exits with `constants.EXIT_PARKED` when its worker is parke
 then waits for torchelastic's launcher shim, which hands the worker its generation::
 
     start --> running --EXIT_PARKED of all--> on_end: the node is ready
-                 +-----any other exit code--> on_end: the node is ready, and starts no standby until `allow`
+                 +-----any other exit code--> on_end: the node is ready; this agent starts no standby again
 
 The node sends its request to join at once. Others may form a view without it until it is ready.
 
@@ -61,7 +61,7 @@ class StandbyWorkers:
         self._command = command
         self._local_world_size = local_world_size
         self._on_begin, self._on_end = on_begin, on_end
-        self._is_possible, self._has_failed = is_possible, False
+        self._is_possible = is_possible
         self._is_closing = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # the newest shim of each local rank
 
@@ -71,8 +71,7 @@ class StandbyWorkers:
         The kernel kills the launcher shims when the thread that started them ends.
         """
         kept = {rank for rank in range(self._local_world_size) if self._starts(rank) or is_kept(rank)}
-        is_possible = self._is_possible and not self._has_failed
-        ranks = choose_standby_ranks(cost, kept, self._local_world_size, is_possible=is_possible)
+        ranks = choose_standby_ranks(cost, kept, self._local_world_size, is_possible=self._is_possible)
         if not ranks or cost is None:
             return
         self._on_begin()
@@ -85,10 +84,6 @@ class StandbyWorkers:
             name="elastic-resume-standby",
             daemon=True,
         ).start()
-
-    def allow(self) -> None:
-        """Start standbys again, though one has failed: since then a worker has reached the training."""
-        self._has_failed = False
 
     def close(self) -> None:
         """End the standbys that run. Parked workers end with the agent."""
@@ -132,8 +127,7 @@ class StandbyWorkers:
         timer.cancel()
         failed = {rank: code for rank, code in exit_codes.items() if code != constants.EXIT_PARKED}
         if failed and not self._is_closing:
-            self._has_failed = True
-            self._is_possible = constants.EXIT_NO_STANDBY not in failed.values()
+            self._is_possible = False
             logger.warning(describe_standby_failure(*next(iter(failed.items()))))
         elif not self._is_closing:
             logger.info(
