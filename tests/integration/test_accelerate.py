@@ -165,6 +165,7 @@ def test_job_killed_at_every_place_equals_undisturbed_job(
     compare(log, whole, resumed)
 
 
+@pytest.mark.soak
 def test_sharded_job_survives_worker_and_node(tmp_path: Path) -> None:
     """FSDP2 by Accelerate on two nodes of two ranks: a worker dies, then a node, which comes back empty."""
     logs = [tmp_path / name / "log" for name in ("undisturbed", "killed")]
