@@ -39,9 +39,10 @@ def shard_mesh() -> Any:
     return collectives.make_node_mesh()
 
 
-def check_survives(models: Iterable[nn.Module]) -> None:
-    """Raise UsageError if an FSDP model cannot outlive its world in this process."""
-    for module in list_fsdp_modules(models):
+def find_survivors() -> list[Any]:
+    """Return this process's FSDP modules; raise UsageError if one of them cannot outlive its world."""
+    modules = find_fsdp_modules()
+    for module in modules:
         if not hasattr(module, "reset_iter_state"):
             raise UsageError(
                 "run.restartable: a sharded model needs torch 2.13 or newer, and this is "
@@ -54,14 +55,15 @@ def check_survives(models: Iterable[nn.Module]) -> None:
                 "their world. Shard it with fully_shard(..., mesh=er.shard_mesh()), or train without "
                 "run.restartable: then the processes are restarted."
             )
+    return modules
 
 
-def reset(models: Iterable[nn.Module]) -> str:
+def reset(modules: Iterable[Any]) -> str:
     """Drop what an interrupted step has left: gathered parameters, unfinished reductions, gradients.
 
     Return why the models cannot be used again, or "".
     """
-    for module in _find_fsdp_modules(models):
+    for module in modules:
         state = module._get_fsdp_state()
         if state._is_root:  # None before its first forward pass
             try:
@@ -77,27 +79,23 @@ def reset(models: Iterable[nn.Module]) -> str:
     return ""
 
 
-def reconnect(models: Iterable[nn.Module]) -> None:
+def reconnect(modules: Iterable[Any]) -> None:
     """Let FSDP models communicate in the node's group of this world, if they were sharded over its mesh."""
     node_mesh = NodeMesh.current
-    for module in _find_fsdp_modules(models):
+    for module in modules:
         for info in _list_mesh_infos(module):
             if node_mesh is not None and info.mesh is node_mesh.mesh:
                 info.shard_process_group = node_mesh.group
 
 
-def list_fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
-    """Return the modules in ``models`` that were given to fully_shard()."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes a second
-    return [m for model in models for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
+def find_fsdp_modules() -> list[Any]:
+    """Return those of all models in this process: a frozen teacher, say, is not given to er.resume().
 
-
-def _find_fsdp_modules(models: Iterable[nn.Module]) -> Iterable[Any]:
-    """Return those in ``models``, and those of models that are not saved: a frozen teacher, say."""
+    It looks at each object, which may take 0.1 s: call it once, and not while the other ranks wait.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     types = set(fsdp.FSDPModule.__subclasses__()) if fsdp else set()  # fully_shard() makes them
-    others = [item for item in gc.get_objects() if type(item) in types] if types else []
-    return dict.fromkeys([*list_fsdp_modules(models), *others])
+    return [item for item in gc.get_objects() if type(item) in types] if types else []
 
 
 def _list_mesh_infos(module: Any) -> list[Any]:
@@ -135,7 +133,8 @@ def replicate(model: nn.Module, context: RankContext, *, was_sharded: bool) -> N
 
 def _check_replicable(model: nn.Module, *, was_sharded: bool) -> list[Any]:
     """Return the FSDP modules of a model that `replicate` can take; raise UsageError for another one."""
-    fsdp_modules = list_fsdp_modules([model])
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes a second
+    fsdp_modules = [module for module in model.modules() if fsdp and isinstance(module, fsdp.FSDPModule)]
     if not fsdp_modules:
         raise UsageError(
             "run.replicate: no part of the model was given to fully_shard(). Call fully_shard(model, "

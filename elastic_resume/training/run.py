@@ -108,7 +108,7 @@ class Run:
         self._hooks: list[Callable[[], None]] = []  # of the script, for each generation
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
-        self._models = [item for item in arguments.objects.values() if isinstance(item, nn.Module)]
+        self._fsdp_modules = weakref.WeakSet(hsdp.find_fsdp_modules() if standby else ())
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._wrappers_checked = True  # in this generation
         if standby and link is not None:
@@ -585,7 +585,7 @@ class Run:
         base_hook = worker_exit.remove_hook()
         gpus = state_dict.find_gpus(self._arguments.objects)
         self._collectives = Collectives.join(gpus, self._connections)
-        hsdp.reconnect(self._models)
+        hsdp.reconnect(self._fsdp_modules)
         context = open_context(self._collectives, self._arguments, base_hook)
         parts = restore_parts(context, self._arguments, self._tensor_pool)
         self._tensor_pool = None
@@ -620,7 +620,7 @@ class Run:
         for wrapper in list(self._wrappers):
             release_wrapper(wrapper)
         self._wrappers.clear()
-        obstacle = hsdp.reset(self._models) or obstacle
+        obstacle = hsdp.reset(self._fsdp_modules) or obstacle
         if self._collectives is not None:
             self._collectives.leave()
         return obstacle
@@ -649,7 +649,7 @@ class Run:
             raise UsageError("run.restartable: call the function in the main thread.")
         if self._link is None or self._collectives is None:
             return
-        hsdp.check_survives(self._models)
+        self._fsdp_modules = weakref.WeakSet(hsdp.find_survivors())
         if not self._collectives.created_default_group and dist.is_initialized():
             raise UsageError(
                 "run.restartable: the script has called init_process_group(), so er.resume() cannot do it "
