@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
@@ -23,6 +24,15 @@ class Supervisor:
         self._is_over = False
         self.worlds = 0
         threading.Thread(target=self._serve, daemon=True).start()
+
+    def ends_here(self, moment: str, moments: Sequence[str], place: int, steps: int) -> bool:
+        """Return whether a world ends at this moment: in its second step, or the second world in its first.
+
+        ``place`` chooses among ``moments``; ``steps`` are those taken in this world.
+        """
+        if self.worlds > 1 or moment != moments[(place + self.worlds) % len(moments)]:
+            return False
+        return moment == "start" or steps == 1 - self.worlds
 
     def end_world(self) -> None:
         """Request parking, once in each world."""

@@ -235,12 +235,9 @@ class Script:
             self.run.on_resume(lambda _: self.reach("start"))
 
     def reach(self, moment: str) -> None:
-        """End the world if that is planned here: in the second step of one, in the first of the next."""
-        if self.supervisor is None or self.supervisor.worlds > 1:
-            return
-        world = self.supervisor.worlds
-        planned = MOMENTS[(self.number + 2 * self.run.rank + world) % len(MOMENTS)]
-        if moment != planned or (self.run.position.step != self.entered + 1 - world and moment != "start"):
+        """End the world if that is planned here."""
+        steps, place = self.run.position.step - self.entered, self.number + 2 * self.run.rank
+        if self.supervisor is None or not self.supervisor.ends_here(moment, MOMENTS, place, steps):
             return
         if moment == "torn":
             self.tear()
