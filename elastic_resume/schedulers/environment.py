@@ -380,6 +380,8 @@ def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
     nodes, job = max(1, len(reader.read_text("nodes").split())), reader.read_text("job")
     if not job.startswith("sky-managed-"):  # another one names a single start
         job, _ = "", reader.sources.pop("job", "")
+    if nodes > 1 and ("order" not in reader.sources or order >= nodes):  # two nodes would have one name
+        reader.problems.append(f"SKYPILOT_NODE_RANK names none of the {nodes} nodes of SKYPILOT_NODE_IPS")
     reader.sources["name"] = reader.sources.get("order", "default")
     return SchedulerContext(
         "skypilot",

@@ -165,6 +165,8 @@ def test_context_of_skypilot_job_has_its_machines_as_candidates() -> None:
     # Each `sky launch` has another task, and continues the run that is named after the script.
     launched = {**SKYPILOT, "SKYPILOT_TASK_ID": "sky-2026-11-06-21-18-31-563597_dev_1"}
     assert environment.read_context({**launched, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}).job == ""
+    for rank in ({"SKYPILOT_NODE_RANK": "4"}, {"SKYPILOT_NODE_RANK": ""}):  # two nodes would be node0
+        assert "names none of the 4 nodes" in environment.read_context({**SKYPILOT, **rank}).problems[0]
 
 
 @pytest.mark.parametrize(
