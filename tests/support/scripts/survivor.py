@@ -6,6 +6,7 @@ of the socket to the supervisor, and one gets a line of JSON for each call, and 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -54,8 +55,11 @@ run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batc
 
 def list_open() -> Counter[str]:
     """Count the open descriptors by kind."""
-    paths = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return Counter(str(path.readlink()).split(":[")[0] for path in paths)
+    kinds = Counter[str]()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another thread may close one that was just listed
+            kinds[str(path.readlink()).split(":[")[0]] += 1
+    return kinds
 
 
 def count_hooks() -> int:
