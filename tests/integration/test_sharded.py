@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "sharded.py"
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
-STEPS = 20
+STEPS = 12
 SURVIVES = torch.__version__ >= "2.13"  # of sharded models
 WAYS = [[], *([["--restartable"]] if SURVIVES else [])]
 # What `sharded_kinds.py` tries in vain, and what it is told.
@@ -90,7 +90,7 @@ def test_kills_change_nothing(undisturbed: Path, tmp_path: Path, words: list[str
 
     Every rank computes what it would have. In a restartable function the others keep processes and shards.
     """
-    log = train(tmp_path, 3, 3, [(4, 3, "worker"), (9, 5, "node"), (14, 0, "node")], *words)
+    log = train(tmp_path, 3, 3, [(3, 3, "worker"), (6, 5, "node"), (9, 0, "node")], *words)
     lines = [line for path in log.glob("rank*.jsonl") for line in path.read_text().splitlines()]
     assert len({json.loads(line)["pid"] for line in lines}) == (6 + 1 + 2 + 2 if words else 6 * 4)
     whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
@@ -109,9 +109,9 @@ def test_other_numbers_of_nodes_keep_samples_and_losses(
     undisturbed: Path, tmp_path: Path, words: list[str]
 ) -> None:
     """Two of three nodes go on alone, until the third comes back: the same global batches and mean losses."""
-    log = train(tmp_path, 3, 2, [(7, 4, "node")], "--await-node", "12", *words)
+    log = train(tmp_path, 3, 2, [(4, 4, "node")], "--await-node", "8", *words)
     losses = read_losses(log)
-    assert [max(losses[step])[1] for step in (7, 9, 12, 13, STEPS)] == [6, 4, 4, 6, 6]
+    assert [max(losses[step])[1] for step in (4, 6, 8, 9, STEPS)] == [6, 4, 4, 6, 6]
     whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
     for step, found in losses.items():
         (generation, world), ranks = max(found.items())
@@ -124,11 +124,11 @@ def test_checkpoints_without_snapshots(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     flags = ["--snapshot-every", "off", "--save-every", "5"]
     with Cluster(tmp_path, nodes=1, workers_per_node=2, flags=flags) as cluster:
-        cluster.start(SCRIPT, "--losses", str(tmp_path / "log"), "--late", "--await-commit", "10")
+        cluster.start(SCRIPT, "--losses", str(tmp_path / "log"), "--late", "--await-commit", "6")
         assert cluster.wait_exit() == [0], cluster.output(0)
         steps = [event["step"] for event in cluster.events("commit")]
         assert not cluster.events("snapshot-failed")
-    assert steps[0] <= 10
+    assert steps[0] <= 6
     assert steps[-1] == STEPS
 
 
@@ -137,7 +137,7 @@ def test_a_drained_job_loses_no_step(tmp_path: Path, flags: list[str]) -> None:
     """All nodes are asked to end: they finish a step together, and the next start goes on from it."""
     (tmp_path / "log").mkdir()
     with Cluster(tmp_path, nodes=2, min_nodes=2, workers_per_node=2, flags=flags) as cluster:
-        words = ["--losses", str(tmp_path / "log"), "--epochs", "4"]
+        words = ["--losses", str(tmp_path / "log"), "--epochs", "3"]
         cluster.start(SCRIPT, *words)
         cluster.wait(step=5)
         for index in range(2):
@@ -217,11 +217,11 @@ def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None
     ranks = launch_ranks.run_ranks(4, SCRIPTS / "sharded_kinds.py", str(tmp_path), env=env)
     ended = launch_ranks.read_results(ranks)
     results = [rank["kinds"] for rank in ended]
-    launch_ranks.check_kinds(results, 17)
+    launch_ranks.check_kinds(results, 13)
     for rank, kinds in enumerate(results):
         for kind, result in kinds.items():
             assert result["worlds"] == (2 if SURVIVES and "mesh" not in kind else 0), f"{kind}, rank {rank}"
-            if kind in {"AdamW", "fused", "compiled"}:
+            if kind in {"AdamW", "fused, kept whole", "compiled"}:
                 assert result["overlaps"], f"{kind}, rank {rank}: copied while training waits"
             assert result["loaded"] is (True if rank % 2 == 0 else None), f"{kind}, rank {rank}"
         # FSDP's own averaging over nodes computes the same.

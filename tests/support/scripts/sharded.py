@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import elastic_resume as er
 from elastic_resume import constants
+from elastic_resume.agent.workers import run_main
 from elastic_resume.state import state_dict
 
 parser = argparse.ArgumentParser()
@@ -41,8 +42,8 @@ for part in () if args.ddp else (model[0], model[2], model):
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 generator = torch.Generator().manual_seed(0)
-inputs = torch.randn(240, 16, generator=generator)
-batches = er.GlobalBatches(240, 12, seed=0)
+inputs = torch.randn(144, 16, generator=generator)
+batches = er.GlobalBatches(144, 12, seed=0)
 loader: Any = torch.utils.data.DataLoader(
     torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_sampler=batches
 )
@@ -107,3 +108,4 @@ end = {
 }
 (args.losses / f"end{run.rank}.json").write_text(json.dumps(end))
 run.close()
+run_main.exit_without_freeing(0)  # freeing torch takes 0.4 s of processor time
