@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -18,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import elastic_resume as er
-from elastic_resume.testing import Cluster
+from elastic_resume.testing import Cluster, chaos
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.cluster
 SCRIPT = SCRIPTS / "sharded.py"
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 STEPS = 12
+CHAOS_S = float(os.environ.get("ELASTIC_RESUME_CHAOS_S", "600"))
 SURVIVES = torch.__version__ >= "2.13"  # of sharded models
 WAYS = [[], *([["--restartable"]] if SURVIVES else [])]
 # What `sharded_kinds.py` tries in vain, and what it is told.
@@ -57,10 +59,23 @@ def train(directory: Path, nodes: int, min_nodes: int, plan: list[tuple[int, int
                     cluster.wait(step=step + 1)
                 cluster.kill_node(rank // 2)
                 cluster.start_node(rank // 2)
-        codes = cluster.wait_exit()
+        codes = cluster.wait_exit(timeout_s=1800)
         assert set(codes) <= {0, -signal.SIGKILL}, cluster.output(0)
         assert cluster.lost_steps == 0
     return log
+
+
+def check_same(log: Path, undisturbed: Path, step_count: int) -> None:
+    """Check that each rank computed what it would have, and has the same state at its end."""
+    whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
+    assert len(whole) == step_count
+    for step, found in read_losses(log).items():
+        assert whole[step] in found.values(), f"step {step} was never finished"
+        assert all(set(losses) <= set(whole[step]) for losses in found.values()), f"step {step}"
+    ends = read_ends(log)
+    assert len(ends) == 6
+    assert ends == read_ends(undisturbed)
+    assert len({json.dumps(end["whole"]) for end in ends.values()}) == 1
 
 
 def read_losses(log: Path) -> dict[int, dict[tuple[int, int], list[float]]]:
@@ -93,15 +108,29 @@ def test_kills_change_nothing(undisturbed: Path, tmp_path: Path, words: list[str
     log = train(tmp_path, 3, 3, [(3, 3, "worker"), (6, 5, "node"), (9, 0, "node")], *words)
     lines = [line for path in log.glob("rank*.jsonl") for line in path.read_text().splitlines()]
     assert len({json.loads(line)["pid"] for line in lines}) == (6 + 1 + 2 + 2 if words else 6 * 4)
-    whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
-    assert len(whole) == STEPS
-    for step, found in read_losses(log).items():
-        assert whole[step] in found.values(), f"step {step} was never finished"
-        assert all(set(losses) <= set(whole[step]) for losses in found.values()), f"step {step}"
-    ends = read_ends(log)
-    assert len(ends) == 6
-    assert ends == read_ends(undisturbed)
-    assert len({json.dumps(end["whole"]) for end in ends.values()}) == 1
+    check_same(log, undisturbed, STEPS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("words", WAYS)
+def test_random_faults_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """Faults of all kinds for ELASTIC_RESUME_CHAOS_S seconds, on nodes of which none can be left out."""
+    epochs = round(CHAOS_S / 4)  # of twelve steps, three to five a second
+    words = ["--epochs", str(epochs), *words]
+    undisturbed = train(tmp_path / "undisturbed", 3, 3, [], *words)
+    monkeypatch.setenv("ELASTIC_RESUME_MAX_NO_PROGRESS", "30")  # faults may hit a start again and again
+    log = tmp_path / "log"
+    log.mkdir()
+    flags = ["--nodes", "3", "--min-nodes", "3", "--workers-per-node", "2", "--seed", "9", *FLAGS[:2]]
+    flags += ["--for", f"{CHAOS_S:.0f}s", "--dir", str(tmp_path / "run")]
+    script = [str(SCRIPT), "--losses", str(log), *words, "--step-delay", "0.1"]
+    code = chaos.main([*flags, "--", *script])
+    output = capsys.readouterr().out
+    print(output)
+    assert code == 0, output
+    check_same(log, undisturbed, STEPS * epochs)
 
 
 @pytest.mark.parametrize("words", WAYS)

@@ -30,6 +30,7 @@ parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--late", action="store_true", help="rank 1 is late at the end")
 parser.add_argument("--await-commit", type=int, help="after this step wait for a checkpoint")
 parser.add_argument("--await-node", type=int, help="after this step wait for the third node")
+parser.add_argument("--step-delay", type=float, default=0.0, help="seconds after each step")
 parser.add_argument("--ddp", action="store_true", help="every rank holds the whole model")
 parser.add_argument("--restartable", action="store_true", help="survivors keep their process")
 args = parser.parse_args()
@@ -86,6 +87,7 @@ def train() -> None:
             with (args.losses / f"rank{run.rank}.jsonl").open("a") as file:
                 file.write(json.dumps({**entry, "pid": os.getpid()}) + "\n")
             kill_as_planned(step)
+            time.sleep(args.step_delay)
             while step == args.await_node and run.world_size < 6:
                 time.sleep(0.01)
             while step == args.await_commit and not list(

@@ -226,7 +226,8 @@ class Script:
         )
         self.run = er.resume(
             model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, data=batches, seed=1,
-            ckpt_dir=directory, run_id=name.replace(" ", "-").replace(",", ""), save_every=10**6, snapshot_every=1,
+            ckpt_dir=directory, run_id=name.replace(" ", "-").replace(",", ""), save_every=10**6,
+            snapshot_every=1,
         )  # fmt: skip
         self.began = self.entered = self.run.position.step
         self.losses: dict[int, float] = {}
