@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from elastic_resume.errors import ConfigError
 from elastic_resume.ranks.group_connections import GroupConnections
 
 PLACEHOLDER = "elastic_resume.node"  # name of the mesh's group before the first world
@@ -29,7 +30,12 @@ class NodeMesh:
     """This process's mesh, if it has one. Compare meshes by ``is``: two of the same ranks may be equal."""
 
     def __init__(self) -> None:
-        """Make the mesh; until `join` each collective over it raises a RuntimeError."""
+        """Make the mesh; until `join` each collective over it raises a RuntimeError.
+
+        Raises:
+            ConfigError: LOCAL_WORLD_SIZE is missing or too small for this rank.
+
+        """
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
 
         self.connections = GroupConnections()
@@ -39,6 +45,12 @@ class NodeMesh:
         self._world: dist.ProcessGroup | None = None
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if self._local_rank not in self._ranks:
+            raise ConfigError(
+                f"er.shard_mesh: LOCAL_RANK is {self._local_rank}, and LOCAL_WORLD_SIZE is "
+                f"{os.environ.get('LOCAL_WORLD_SIZE', 'not set')}. Set LOCAL_WORLD_SIZE to the number of "
+                "ranks on this node, as torchrun does."
+            )
         device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
         self.mesh: Any = DeviceMesh(
             device, self._ranks, mesh_dim_names=("shard",), _init_backend=False, _rank=self._local_rank

@@ -636,10 +636,11 @@ def test_worker_that_has_left_its_function_is_killed(node: ParkingNode) -> None:
 def test_waiting_worker_parks_without_delay(node: ParkingNode) -> None:
     """Its supervisor polls the lease more often. Here it would never look otherwise."""
     change = "supervisor.LEASE_POLL_INTERVAL_S = 600"
-    shim, _ = node.start(2, "waiting 600", change=change)
+    shim, worker = node.start(2, "waiting 600", change=change)
     node.lease_page.set(-math.inf)
     wait_for(node.count_park_messages, "the message that the generation is over")
     assert node.stop(shim) == constants.EXIT_PARKED
+    os.kill(worker, signal.SIGKILL)  # its supervisor would look for its agent in ten minutes
 
 
 def test_drain_does_not_park(node: ParkingNode) -> None:

@@ -1,7 +1,7 @@
 """Train in a restartable function; in each call tell the test what this process holds.
 
-``survivor.py SOCKET``: SOCKET is a unix socket of the test. It gets two connections: one takes the place
-of the socket to the supervisor, and one gets a line of JSON for each call, and for its second step.
+``survivor.py SOCKET ddp|sharded``: SOCKET is a unix socket of the test. It gets two connections: one takes
+the place of the socket to the supervisor, and one gets a line of JSON for each call, and for its second step.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
 from torch.optim import optimizer as torch_optimizer
 
 import elastic_resume as er
@@ -43,6 +44,10 @@ report = connect()
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+is_sharded = sys.argv[2] == "sharded"
+if is_sharded:
+    for part in (*(part for part in model if isinstance(part, nn.Linear)), model):
+        fully_shard(part, mesh=er.shard_mesh())
 compiled: Any = torch.compile(model, backend="eager")
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
@@ -98,12 +103,14 @@ def send(message: dict[str, Any]) -> None:
 def train() -> None:
     """Train until the world changes."""
     send({"call": measure()})
-    ddp = run.ddp(compiled)
+    if is_sharded:
+        run.replicate(model)
+    trained = compiled if is_sharded else run.ddp(compiled)
     steps = 0
     for _ in run.epochs(1000000):
         for (inputs,) in loader:
             optimizer.zero_grad()
-            (ddp(inputs).pow(2).mean() * run.loss_weight).backward()
+            (trained(inputs).pow(2).mean() * run.loss_weight).backward()
             optimizer.step()
             scheduler.step()
             run.step()

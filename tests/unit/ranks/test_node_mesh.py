@@ -1,0 +1,24 @@
+"""What the mesh of a node's ranks needs of its launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+import elastic_resume as er
+from elastic_resume.errors import ConfigError
+from elastic_resume.ranks.node_mesh import NodeMesh
+
+
+@pytest.mark.parametrize(("count", "told"), [(None, "not set"), ("1", "1")])
+def test_rank_beyond_its_nodes_ranks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, count: str | None, told: str
+) -> None:
+    """Its node's group would not have it."""
+    monkeypatch.setattr(NodeMesh, "current", None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if count is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
+    with pytest.raises(ConfigError, match=rf"LOCAL_RANK is 1, and LOCAL_WORLD_SIZE is {told}\. Set"):
+        er.shard_mesh()
+    assert NodeMesh.current is None
