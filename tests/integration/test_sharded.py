@@ -133,7 +133,7 @@ def test_random_faults_change_nothing(
     check_same(log, undisturbed, STEPS * epochs)
 
 
-@pytest.mark.parametrize("words", WAYS)
+@pytest.mark.parametrize("words", [pytest.param(WAYS[0], marks=pytest.mark.soak), *WAYS[1:]])
 def test_other_numbers_of_nodes_keep_samples_and_losses(
     undisturbed: Path, tmp_path: Path, words: list[str]
 ) -> None:
@@ -161,7 +161,10 @@ def test_checkpoints_without_snapshots(tmp_path: Path) -> None:
     assert steps[-1] == STEPS
 
 
-@pytest.mark.parametrize("flags", [FLAGS, ["--snapshot-every", "off", "--save-every", "1000"]])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(FLAGS, marks=pytest.mark.soak), ["--snapshot-every", "off", "--save-every", "1000"]],
+)
 def test_a_drained_job_loses_no_step(tmp_path: Path, flags: list[str]) -> None:
     """All nodes are asked to end: they finish a step together, and the next start goes on from it."""
     (tmp_path / "log").mkdir()
