@@ -68,10 +68,10 @@ def train(directory: Path, nodes: int, min_nodes: int, plan: list[tuple[int, int
 def check_same(log: Path, undisturbed: Path, step_count: int) -> None:
     """Check that each rank computed what it would have, and has the same state at its end."""
     whole = {step: next(iter(found.values())) for step, found in read_losses(undisturbed).items()}
-    assert len(whole) == step_count
-    for step, found in read_losses(log).items():
-        assert whole[step] in found.values(), f"step {step} was never finished"
-        assert all(set(losses) <= set(whole[step]) for losses in found.values()), f"step {step}"
+    losses = read_losses(log)
+    assert len(losses) == len(whole) == step_count
+    for step, found in losses.items():  # a rank may die between a step and its record of it
+        assert all(set(ranks) <= set(whole[step]) for ranks in found.values()), f"step {step}"
     ends = read_ends(log)
     assert len(ends) == 6
     assert ends == read_ends(undisturbed)
@@ -117,7 +117,7 @@ def test_random_faults_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     """Faults of all kinds for ELASTIC_RESUME_CHAOS_S seconds, on nodes of which none can be left out."""
-    epochs = round(CHAOS_S / 4)  # of twelve steps, three to five a second
+    epochs = round(CHAOS_S / 3)  # of twelve steps, three to five a second
     words = ["--epochs", str(epochs), *words]
     undisturbed = train(tmp_path / "undisturbed", 3, 3, [], *words)
     monkeypatch.setenv("ELASTIC_RESUME_MAX_NO_PROGRESS", "30")  # faults may hit a start again and again
