@@ -109,6 +109,7 @@ def test_kills_change_nothing(undisturbed: Path, tmp_path: Path, words: list[str
     lines = [line for path in log.glob("rank*.jsonl") for line in path.read_text().splitlines()]
     assert len({json.loads(line)["pid"] for line in lines}) == (6 + 1 + 2 + 2 if words else 6 * 4)
     check_same(log, undisturbed, STEPS)
+    assert all(max(map(len, found.values())) == 6 for found in read_losses(log).values())
 
 
 @pytest.mark.soak
