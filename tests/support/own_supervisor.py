@@ -26,9 +26,10 @@ class Supervisor:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def ends_here(self, moment: str, moments: Sequence[str], place: int, steps: int) -> bool:
-        """Return whether a world ends at this moment: in its second step, or the second world in its first.
+        """Return whether this world ends at this moment.
 
-        ``place`` chooses among ``moments``; ``steps`` are those taken in this world.
+        The first world ends in its second step, the second world in its first. ``place`` chooses among
+        ``moments``; ``steps`` are those taken in this world.
         """
         if self.worlds > 1 or moment != moments[(place + self.worlds) % len(moments)]:
             return False

@@ -401,8 +401,18 @@ def use_tensor_parallel(resume: Callable[..., Any]) -> None:
 
 def ignore_on_own_mesh(resume: Callable[..., Any]) -> None:
     """Leave out one parameter, whose gradients nothing averages, and train a step."""
-    model: Any = nn.Linear(WIDTH, WIDTH)
-    fully_shard(model, mesh=make_wide_mesh("nodes", "ranks"), ignored_params={model.bias})
+    model = nn.Linear(WIDTH, WIDTH)
+    mesh = make_wide_mesh("nodes", "ranks")
+    train_step(resume, fully_shard(model, mesh=mesh, ignored_params={model.bias}))
+
+
+def forget_replicate(resume: Callable[..., Any]) -> None:
+    """Train a step without gradients of the other node."""
+    train_step(resume, fully_shard(nn.Linear(WIDTH, WIDTH), mesh=er.shard_mesh()))
+
+
+def train_step(resume: Callable[..., Any], model: Any) -> None:
+    """Train a step in which the ranks have different samples."""
     optimizer = torch.optim.AdamW(model.parameters())
     run = resume(model, optimizer=optimizer)
     model(torch.full((1, WIDTH), float(run.rank))).square().mean().backward()
@@ -421,6 +431,7 @@ REFUSED = {
     "tensor parallelism": use_tensor_parallel,
     "FSDP1": lambda resume: resume(FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))),
     "ignored on an own mesh": ignore_on_own_mesh,
+    "not replicated": forget_replicate,
 }
 
 
