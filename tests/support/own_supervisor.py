@@ -1,4 +1,4 @@
-"""Lets a worker be its own supervisor, so that several worlds begin and end in one process."""
+"""Lets a worker be its own supervisor: `scripts/kinds.py` begins and ends several worlds in one process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from elastic_resume import constants
@@ -51,6 +55,28 @@ class Supervisor:
                 text = json.dumps(dict(os.environ)).encode()
                 self._is_over = False
                 self._end.sendall(b"resume %d\n%b" % (len(text), text))
+
+
+def compare_kinds(compare: Callable[..., Any], directory: Path, kinds: Iterable[tuple[int, str]]) -> Any:
+    """Return the result of ``compare`` for each kind, or its error: the test names that kind."""
+    torch.set_num_threads(1)
+    use_own_store_per_world()
+    supervisor = Supervisor()
+    results = {}
+    for number, name in kinds:
+        try:
+            results[name] = compare(name, directory, number, supervisor)
+        except Exception:  # noqa: BLE001  the other kinds continue
+            results[name] = {"error": traceback.format_exc()}
+    return results
+
+
+def leave(run: Any) -> None:
+    """Leave the process groups of a run; a close() would save the end."""
+    run._release()
+    run._collectives.leave()
+    if dist.is_initialized():  # by the script
+        dist.destroy_process_group()
 
 
 def count_world() -> None:

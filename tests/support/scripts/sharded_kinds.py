@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ import elastic_resume as er
 from elastic_resume import failpoints
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.state import open_checkpoint, state_dict
-from tests.support.own_supervisor import Supervisor, count_world, use_own_store_per_world
+from tests.support.own_supervisor import Supervisor, compare_kinds, count_world, leave
 
 SAVED, END = 3, 5
 WIDTH = 24
@@ -290,14 +289,6 @@ class Script:
                 self.path = self.run.save()
         self.run.assert_ranks_equal()
 
-    def leave(self) -> None:
-        """Leave the process groups; a close() would save the end."""
-        self.run._release()
-        collectives: Any = self.run._collectives
-        collectives.leave()
-        if dist.is_initialized():  # by the mesh of the script
-            dist.destroy_process_group()
-
     def digests(self) -> dict[str, str]:
         """Return a digest of each tensor of this rank, and of the rest."""
         flat = state_dict.flatten(
@@ -320,12 +311,12 @@ def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> 
     plan = whole.run._snapshot_scheduler.snapshotter._plan
     overlaps = plan is not None and not plan.copies_at_once
     first = whole.digests()
-    whole.leave()
+    leave(whole.run)
     supervisor.worlds = 0
     again = Script(name, directory, seed + 50, supervisor if whole.kind.can_stay else None, number)
     again.train(END, 0)
     second = again.digests()
-    again.leave()
+    leave(again.run)
     return {
         "began": again.began,
         "differ": [key for key in {**first, **second} if first.get(key) != second.get(key)],
@@ -456,17 +447,8 @@ def refuse(name: str, directory: Path) -> str:
 
 def main(directory: Path, names: list[str]) -> None:
     """Train each kind whole and in parts; then try what is refused."""
-    torch.set_num_threads(1)
-    use_own_store_per_world()
-    supervisor = Supervisor()
-    results: dict[str, Any] = {}
-    for number, name in enumerate(KINDS):
-        if names and name not in names:
-            continue
-        try:
-            results[name] = compare(name, directory, number, supervisor)
-        except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
-            results[name] = {"error": traceback.format_exc()}
+    kinds = [(number, name) for number, name in enumerate(KINDS) if name in names or not names]
+    results = compare_kinds(compare, directory, kinds)
     count_world()
     refused = {name: refuse(name, directory) for name in REFUSED if name in names or not names}
     print(json.dumps({"kinds": results, "refused": refused}))
