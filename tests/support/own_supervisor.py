@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,15 +30,22 @@ class Supervisor:
         self.worlds = 0
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def ends_here(self, moment: str, moments: Sequence[str], place: int, steps: int) -> bool:
-        """Return whether this world ends at this moment.
+    def reach(self, script: Any, moment: str, moments: Sequence[str], place: int) -> None:
+        """End the world if that is planned at this moment; ``place`` chooses among ``moments``.
 
-        The first world ends in its second step, the second world in its first. ``place`` chooses among
-        ``moments``; ``steps`` are those taken in this world.
+        The first world ends in its second step, the second world in its first.
         """
         if self.worlds > 1 or moment != moments[(place + self.worlds) % len(moments)]:
-            return False
-        return moment == "start" or steps == 1 - self.worlds
+            return
+        if moment != "start" and script.run.position.step - script.entered != 1 - self.worlds:
+            return
+        if moment == "torn":
+            script.tear()
+        self.end_world()
+        if moment == "saving":
+            script.run.save()
+        while moment != "step":  # in which an interrupt waits
+            time.sleep(60)
 
     def end_world(self) -> None:
         """Request parking, once in each world."""

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -336,16 +335,8 @@ class Script:
 
     def reach(self, moment: str) -> None:
         """End the world if that is planned here."""
-        steps, place = self.run.position.step - self.entered, self.number + 3 * self.run.rank
-        if self.supervisor is None or not self.supervisor.ends_here(moment, MOMENTS, place, steps):
-            return
-        if moment == "torn":
-            self.tear()
-        self.supervisor.end_world()
-        if moment == "saving":
-            self.run.save()
-        while moment != "step":  # in which an interrupt waits
-            time.sleep(60)
+        if self.supervisor is not None:
+            self.supervisor.reach(self, moment, MOMENTS, self.number + 3 * self.run.rank)
 
     @torch.no_grad()
     def tear(self) -> None:

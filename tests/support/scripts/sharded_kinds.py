@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,14 +236,8 @@ class Script:
 
     def reach(self, moment: str) -> None:
         """End the world if that is planned here."""
-        steps, place = self.run.position.step - self.entered, self.number + 2 * self.run.rank
-        if self.supervisor is None or not self.supervisor.ends_here(moment, MOMENTS, place, steps):
-            return
-        if moment == "torn":
-            self.tear()
-        self.supervisor.end_world()
-        while moment != "step":  # in which an interrupt waits
-            time.sleep(60)
+        if self.supervisor is not None:
+            self.supervisor.reach(self, moment, MOMENTS, self.number + 2 * self.run.rank)
 
     @torch.no_grad()
     def tear(self) -> None:
