@@ -143,11 +143,6 @@ def detect_scheduler(environ: Mapping[str, str]) -> str:
     return "kubernetes" if "KUBERNETES_SERVICE_HOST" in environ else "host"
 
 
-def default_node_name(environ: Mapping[str, str]) -> str:
-    """Return this node's name if the user gives none."""
-    return read_context(environ).name
-
-
 def read_termination_grace_s(environ: Mapping[str, str]) -> float | None:
     """Return the seconds between SIGTERM and SIGKILL for this pod; None if unknown.
 
@@ -378,7 +373,7 @@ def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
     """Read SkyPilot's variables. A recovered job has other machines, so a node's name is its rank."""
     order, peers = reader.read_number("order", 0), tuple(reader.read_text("peers").split())
     nodes, job = max(1, len(reader.read_text("nodes").split())), reader.read_text("job")
-    if not job.startswith("sky-managed-"):  # sky launch: its id is another one at the next start
+    if not job.startswith("sky-managed-"):  # sky launch gives each start another id
         job, _ = "", reader.sources.pop("job", "")
     if nodes > 1 and ("order" not in reader.sources or order >= nodes):  # two nodes would have one name
         reader.problems.append(f"SKYPILOT_NODE_RANK names none of the {nodes} nodes of SKYPILOT_NODE_IPS")
