@@ -519,7 +519,7 @@ class Settings:
         if values["run_id"] is None:
             run_id = fallback_run_id or environment.sanitize_name(Path(script).stem, "job")
             values["run_id"] = validate_directory_name("--rdzv-id", run_id)
-        values["node_name"] = values["node_name"] or environment.default_node_name(environ)
+        values["node_name"] = values["node_name"] or environment.read_context(environ).name
         return cls(**values)
 
 

@@ -2,7 +2,7 @@
 
 FSDP and its DTensors keep the mesh for the life of a process, and process groups end with their world. So
 the mesh is made without a group, and `NodeMesh.join` gives it the node's group of each world. A standby
-builds its shards before the first one. What this module sets in a mesh is not public.
+builds its shards before the first one. The attributes of a mesh that this module sets are private.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NodeMesh:
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
 
         self.connections = GroupConnections()
-        """Those of the default process group, if `owns_world`."""
+        """The connections of the default process group, if `owns_world`."""
         self.owns_world = False
         """Whether the default process group was made for the mesh."""
         self._world: dist.ProcessGroup | None = None

@@ -35,8 +35,8 @@ SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
     "deadline": ("SLURM_JOB_END_TIME",),  # set since Slurm 23.02; before, squeue is asked
 }
 KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
-    # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name,
-    # and that has a random end.
+    # The pods of an Indexed Job have lasting host names (JOB-INDEX). The name of a pod itself, which the
+    # downward API often sets as POD_NAME, ends in random letters.
     "name": ("HOSTNAME",),
     "order": ("JOB_COMPLETION_INDEX",),
     "job": ("ELASTIC_RESUME_JOB",),
@@ -141,11 +141,6 @@ def detect_scheduler(environ: Mapping[str, str]) -> str:
     if "PET_NNODES" in environ or "PET_MASTER_ADDR" in environ:
         return "pet"
     return "kubernetes" if "KUBERNETES_SERVICE_HOST" in environ else "host"
-
-
-def default_node_name(environ: Mapping[str, str]) -> str:
-    """Return this node's name if the user gives none."""
-    return read_context(environ).name
 
 
 def read_termination_grace_s(environ: Mapping[str, str]) -> float | None:
@@ -378,7 +373,7 @@ def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
     """Read SkyPilot's variables. A recovered job has other machines, so a node's name is its rank."""
     order, peers = reader.read_number("order", 0), tuple(reader.read_text("peers").split())
     nodes, job = max(1, len(reader.read_text("nodes").split())), reader.read_text("job")
-    if not job.startswith("sky-managed-"):  # another one names a single start
+    if not job.startswith("sky-managed-"):  # sky launch gives each start another id
         job, _ = "", reader.sources.pop("job", "")
     if nodes > 1 and ("order" not in reader.sources or order >= nodes):  # two nodes would have one name
         reader.problems.append(f"SKYPILOT_NODE_RANK names none of the {nodes} nodes of SKYPILOT_NODE_IPS")

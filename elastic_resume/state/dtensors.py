@@ -20,7 +20,7 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.shards import Shards
 from elastic_resume.errors import MismatchError, UntrackableError
 
-# What torchtitan and Accelerate call the dimensions of a mesh whose ranks read the same samples.
+# Names in torchtitan and Accelerate for dimensions of a mesh whose ranks read the same samples.
 NOT_DATA_PARALLEL = {"tp", "cp", "sp", "ep"}
 
 
@@ -43,8 +43,8 @@ def find_own_shard(tensor: Any, path: str) -> tuple[Shards, int]:
     """Return how a DTensor is divided, and the index of this rank's shard. ``path`` is for errors.
 
     Raises:
-        UntrackableError: it is divided in more than one way, or unevenly, or not at all, or ranks of its mesh
-            read the same samples.
+        UntrackableError: it is divided in more than one way, or not as torch.chunk does, or not at all, or
+            ranks of its mesh read the same samples.
 
     """
     mesh = tensor.device_mesh
@@ -87,9 +87,9 @@ def find_shard_ranks(tensor: Any) -> list[int]:
 
 
 class LiveShards:
-    """One live DTensor for each way of division, as the model for stored tensors of that division.
+    """Hold one live DTensor for each way of division, as an example for stored tensors divided like it.
 
-    The state of an optimizer is made anew by a restore, so no live tensor of the same name shows its mesh.
+    A restore makes an optimizer's state anew, so no live tensor of the same name shows its mesh.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

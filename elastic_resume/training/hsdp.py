@@ -5,7 +5,7 @@ all-reduce hook: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_sha
 node hold one replica of the model together, and a node stays the unit of loss and recovery.
 
 FSDP's modules outlive their world: `reset` drops what an interrupted step has left in them, and `reconnect`
-gives them the node's group of the next world. Both use what torch does not document.
+gives them the node's group of the next world. Both use private attributes of torch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def reconnect(modules: Iterable[Any]) -> None:
 
 
 def find_fsdp_modules() -> list[Any]:
-    """Return those of all models in this process: a frozen teacher, say, is not given to er.resume().
+    """Return the FSDP modules of all models in this process, also of those that er.resume() was not given.
 
     It looks at each object, which may take 0.1 s: call it once, and not while the other ranks wait.
     """
@@ -99,7 +99,7 @@ def find_fsdp_modules() -> list[Any]:
 
 
 def _list_mesh_infos(module: Any) -> list[Any]:
-    """Return where an FSDP module keeps its mesh and group; not public, and [] before torch 2.13."""
+    """Return the private objects in which an FSDP module keeps its mesh and group; [] before torch 2.13."""
     groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
     infos = [info for group in groups for info in (group.mesh_info, group.post_forward_mesh_info)]
     return [info for info in infos if info is not None]
@@ -116,7 +116,7 @@ def replicate(model: nn.Module, context: RankContext, *, was_sharded: bool) -> N
 
     """
     fsdp_modules = _check_replicable(model, was_sharded=was_sharded)
-    # One rank of each node: those that hold the same shards.
+    # The ranks that hold the same shards, one on each node.
     ranks = [rank for rank, local in enumerate(context.local_rank_by_rank) if local == context.local_rank]
     group: Any = None
     if len(ranks) > 1:

@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import elastic_resume as er
+from elastic_resume.state import diff
 from elastic_resume.testing import Cluster, chaos
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
@@ -31,12 +32,13 @@ STEPS = 12
 CHAOS_S = float(os.environ.get("ELASTIC_RESUME_CHAOS_S", "600"))
 SURVIVES = torch.__version__ >= "2.13"  # of sharded models
 WAYS = [[], *([["--restartable"]] if SURVIVES else [])]
-# What `sharded_kinds.py` tries in vain, and what it is told.
+# Name in the table of `sharded_kinds.py` -> a part of the error.
 REFUSED = {
     "over nodes": r"it is sharded over the ranks \[0, 1, 2, 3\], and node n[01] has the ranks",
     "whole": r"run.replicate: no part of the model was given to fully_shard\(\)",
     "replicated late": r"run.replicate: the model was sharded after er.resume\(\)",
     "ignored": "run.replicate: the parameter head.bias is not sharded",
+    "not replicated": r"each node trains a model of its own: call run.replicate\(model\)",
     "replicated twice": "run.replicate: .* over which FSDP replicates already",
     "step on rank 0": "no rank of rank 0's node has 'optimizer/state/0/exp_avg@1of2'",
     "tensor parallelism": "Tensor, context and expert parallelism must have degree 1",
@@ -232,10 +234,14 @@ def test_a_resume_divides_anew(undisturbed: Path, tmp_path: Path) -> None:
             assert ends["end0.json"]["whole"] != expected
             expected = ends["end0.json"]["whole"]
         assert all(found["whole"] == expected for found in ends.values()), words
+    sharded, *_, whole = sorted((tmp_path / "checkpoints").rglob("g*-s*"))
+    kinds = {difference.kind for difference in diff.compare(sharded, whole).differences}
+    assert "values" in kinds
+    assert "only in A" not in kinds, "diff sees shards"
 
 
 def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Two nodes of two ranks: what `sharded_kinds.py` trains, and what it is refused.
+    """Two nodes of two ranks: each kind of `sharded_kinds.py` resumes; each of its misuses is an error.
 
     A kind that can stay in its process sees two worlds end, at another moment of a step on each rank.
     """

@@ -1,4 +1,4 @@
-"""Lets a worker be its own supervisor, so that several worlds begin and end in one process."""
+"""Lets a worker be its own supervisor: `scripts/kinds.py` begins and ends several worlds in one process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from elastic_resume import constants
@@ -25,14 +30,22 @@ class Supervisor:
         self.worlds = 0
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def ends_here(self, moment: str, moments: Sequence[str], place: int, steps: int) -> bool:
-        """Return whether a world ends at this moment: in its second step, or the second world in its first.
+    def reach(self, script: Any, moment: str, moments: Sequence[str], place: int) -> None:
+        """End the world if that is planned at this moment; ``place`` chooses among ``moments``.
 
-        ``place`` chooses among ``moments``; ``steps`` are those taken in this world.
+        The first world ends in its second step, the second world in its first.
         """
         if self.worlds > 1 or moment != moments[(place + self.worlds) % len(moments)]:
-            return False
-        return moment == "start" or steps == 1 - self.worlds
+            return
+        if moment != "start" and script.run.position.step - script.entered != 1 - self.worlds:
+            return
+        if moment == "torn":
+            script.tear()
+        self.end_world()
+        if moment == "saving":
+            script.run.save()
+        while moment != "step":  # in which an interrupt waits
+            time.sleep(60)
 
     def end_world(self) -> None:
         """Request parking, once in each world."""
@@ -50,6 +63,28 @@ class Supervisor:
                 text = json.dumps(dict(os.environ)).encode()
                 self._is_over = False
                 self._end.sendall(b"resume %d\n%b" % (len(text), text))
+
+
+def compare_kinds(compare: Callable[..., Any], directory: Path, kinds: Iterable[tuple[int, str]]) -> Any:
+    """Return the result of ``compare`` for each kind, or its error: the test names that kind."""
+    torch.set_num_threads(1)
+    use_own_store_per_world()
+    supervisor = Supervisor()
+    results = {}
+    for number, name in kinds:
+        try:
+            results[name] = compare(name, directory, number, supervisor)
+        except Exception:  # noqa: BLE001  the other kinds continue
+            results[name] = {"error": traceback.format_exc()}
+    return results
+
+
+def leave(run: Any) -> None:
+    """Leave the process groups of a run; a close() would save the end."""
+    run._release()
+    run._collectives.leave()
+    if dist.is_initialized():  # by the script
+        dist.destroy_process_group()
 
 
 def count_world() -> None:

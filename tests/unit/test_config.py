@@ -354,7 +354,7 @@ def test_worker_settings_refuse_unknown_argument() -> None:
 )
 def test_node_name_defaults_to_schedulers_then_host(environ: dict[str, str], name: str) -> None:
     """Both are made safe for a directory."""
-    assert environment.default_node_name(environ) == name
+    assert environment.read_context(environ).name == name
 
 
 def test_worker_settings_under_agent_keep_agents_directory() -> None:

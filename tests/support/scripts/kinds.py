@@ -12,8 +12,6 @@ import contextlib
 import json
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import elastic_resume as er
 from elastic_resume import failpoints
 from elastic_resume.state import state_dict
-from tests.support.own_supervisor import Supervisor, count_world, use_own_store_per_world
+from tests.support.own_supervisor import Supervisor, compare_kinds, count_world, leave
 
 SAVED, END = 3, 6
 WIDTH = 48
@@ -337,16 +335,8 @@ class Script:
 
     def reach(self, moment: str) -> None:
         """End the world if that is planned here."""
-        steps, place = self.run.position.step - self.entered, self.number + 3 * self.run.rank
-        if self.supervisor is None or not self.supervisor.ends_here(moment, MOMENTS, place, steps):
-            return
-        if moment == "torn":
-            self.tear()
-        self.supervisor.end_world()
-        if moment == "saving":
-            self.run.save()
-        while moment != "step":  # in which an interrupt waits
-            time.sleep(60)
+        if self.supervisor is not None:
+            self.supervisor.reach(self, moment, MOMENTS, self.number + 3 * self.run.rank)
 
     @torch.no_grad()
     def tear(self) -> None:
@@ -360,11 +350,7 @@ class Script:
         """Step until step ``until``; leave the process groups."""
         train = self._train if self.supervisor is None else self.run.restartable(self._train)
         train(until, save_at)
-        self.run._release()  # a close() would save the end
-        collectives: Any = self.run._collectives
-        collectives.leave()
-        if dist.is_initialized():  # by the script
-            dist.destroy_process_group()
+        leave(self.run)
 
     def _train(self, until: int, save_at: int) -> None:
         self.entered = self.run.position.step  # one more than it began with if `saving` was not interrupted
@@ -432,18 +418,7 @@ class Script:
 
 def main(directory: Path, half: int) -> None:
     """Train every second kind whole and in parts."""
-    torch.set_num_threads(1)
-    use_own_store_per_world()
-    supervisor = Supervisor()
-    results: dict[str, Any] = {}
-    for number, name in enumerate(KINDS):
-        if number % 2 != half:
-            continue
-        try:
-            results[name] = compare(name, directory, number, supervisor)
-        except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
-            results[name] = {"error": traceback.format_exc()}
-    print(json.dumps(results))
+    print(json.dumps(compare_kinds(compare, directory, [*enumerate(KINDS)][half::2])))
 
 
 def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +33,7 @@ import elastic_resume as er
 from elastic_resume import failpoints
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.state import open_checkpoint, state_dict
-from tests.support.own_supervisor import Supervisor, count_world, use_own_store_per_world
+from tests.support.own_supervisor import Supervisor, compare_kinds, count_world, leave
 
 SAVED, END = 3, 5
 WIDTH = 24
@@ -238,14 +236,8 @@ class Script:
 
     def reach(self, moment: str) -> None:
         """End the world if that is planned here."""
-        steps, place = self.run.position.step - self.entered, self.number + 2 * self.run.rank
-        if self.supervisor is None or not self.supervisor.ends_here(moment, MOMENTS, place, steps):
-            return
-        if moment == "torn":
-            self.tear()
-        self.supervisor.end_world()
-        while moment != "step":  # in which an interrupt waits
-            time.sleep(60)
+        if self.supervisor is not None:
+            self.supervisor.reach(self, moment, MOMENTS, self.number + 2 * self.run.rank)
 
     @torch.no_grad()
     def tear(self) -> None:
@@ -290,14 +282,6 @@ class Script:
                 self.path = self.run.save()
         self.run.assert_ranks_equal()
 
-    def leave(self) -> None:
-        """Leave the process groups; a close() would save the end."""
-        self.run._release()
-        collectives: Any = self.run._collectives
-        collectives.leave()
-        if dist.is_initialized():  # by the mesh of the script
-            dist.destroy_process_group()
-
     def digests(self) -> dict[str, str]:
         """Return a digest of each tensor of this rank, and of the rest."""
         flat = state_dict.flatten(
@@ -320,12 +304,12 @@ def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> 
     plan = whole.run._snapshot_scheduler.snapshotter._plan
     overlaps = plan is not None and not plan.copies_at_once
     first = whole.digests()
-    whole.leave()
+    leave(whole.run)
     supervisor.worlds = 0
     again = Script(name, directory, seed + 50, supervisor if whole.kind.can_stay else None, number)
     again.train(END, 0)
     second = again.digests()
-    again.leave()
+    leave(again.run)
     return {
         "began": again.began,
         "differ": [key for key in {**first, **second} if first.get(key) != second.get(key)],
@@ -401,8 +385,18 @@ def use_tensor_parallel(resume: Callable[..., Any]) -> None:
 
 def ignore_on_own_mesh(resume: Callable[..., Any]) -> None:
     """Leave out one parameter, whose gradients nothing averages, and train a step."""
-    model: Any = nn.Linear(WIDTH, WIDTH)
-    fully_shard(model, mesh=make_wide_mesh("nodes", "ranks"), ignored_params={model.bias})
+    model = nn.Linear(WIDTH, WIDTH)
+    mesh = make_wide_mesh("nodes", "ranks")
+    train_step(resume, fully_shard(model, mesh=mesh, ignored_params={model.bias}))
+
+
+def forget_replicate(resume: Callable[..., Any]) -> None:
+    """Train a step without gradients of the other node."""
+    train_step(resume, fully_shard(nn.Linear(WIDTH, WIDTH), mesh=er.shard_mesh()))
+
+
+def train_step(resume: Callable[..., Any], model: Any) -> None:
+    """Train a step in which the ranks have different samples."""
     optimizer = torch.optim.AdamW(model.parameters())
     run = resume(model, optimizer=optimizer)
     model(torch.full((1, WIDTH), float(run.rank))).square().mean().backward()
@@ -421,6 +415,7 @@ REFUSED = {
     "tensor parallelism": use_tensor_parallel,
     "FSDP1": lambda resume: resume(FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))),
     "ignored on an own mesh": ignore_on_own_mesh,
+    "not replicated": forget_replicate,
 }
 
 
@@ -445,17 +440,8 @@ def refuse(name: str, directory: Path) -> str:
 
 def main(directory: Path, names: list[str]) -> None:
     """Train each kind whole and in parts; then try what is refused."""
-    torch.set_num_threads(1)
-    use_own_store_per_world()
-    supervisor = Supervisor()
-    results: dict[str, Any] = {}
-    for number, name in enumerate(KINDS):
-        if names and name not in names:
-            continue
-        try:
-            results[name] = compare(name, directory, number, supervisor)
-        except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
-            results[name] = {"error": traceback.format_exc()}
+    kinds = [(number, name) for number, name in enumerate(KINDS) if name in names or not names]
+    results = compare_kinds(compare, directory, kinds)
     count_world()
     refused = {name: refuse(name, directory) for name in REFUSED if name in names or not names}
     print(json.dumps({"kinds": results, "refused": refused}))

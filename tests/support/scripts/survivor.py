@@ -1,4 +1,4 @@
-"""Train in a restartable function; in each call tell the test what this process holds.
+"""Train in a restartable function; report to the test in each call what this process holds.
 
 ``survivor.py SOCKET ddp|sharded``: SOCKET is a unix socket of the test. It gets two connections: one takes
 the place of the socket to the supervisor, and one gets a line of JSON for each call, and for its second step.
