@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from elastic_resume.capture.slot_access import PEER_TIMEOUT_S
 from elastic_resume.capture.snapshotter import Snapshotter
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.writer import RetentionPolicy
-from elastic_resume.errors import MachineError
+from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.policy import checkpoint_interval, digests
 from elastic_resume.policy.checkpoint_interval import SaveCost, StepBoundary, decide_actions
 from elastic_resume.policy.resume_plan import ResumePlan
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 NEVER = 1 << 62  # a step
 WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
 SMOOTHING_WEIGHT = 0.3  # weight of the newest measurement
+SAVE_WARNING_S = 15.0  # before the hang detector ends the waiting
 
 
 class CostMeter:
@@ -230,7 +232,7 @@ class SnapshotScheduler:
         self._committed_path = None
         with self.meter.count_stall():
             if self.needs_all_local_ranks:
-                self._context.run_on_all_ranks(lambda: None)  # wait for those that evaluate longer
+                self._await_all_ranks(position.step)
             if position.step == self._loaded_step and not is_epoch_over:
                 return None
             has_snapshot = self._ensure_snapshot(position, is_epoch_over=is_epoch_over)
@@ -242,6 +244,23 @@ class SnapshotScheduler:
                 self._committed_path = Path(path)
                 self._committed_step, self._last_commit_at = position.step, time.monotonic()
             return self._committed_path
+
+    def _await_all_ranks(self, step: int) -> None:
+        """Wait for ranks that evaluate longer; raise UsageError if another one does not save this step."""
+        advice = "each rank of a sharded model has to call it, at the same step, and not rank 0 alone"
+        text = (
+            f"rank {self._context.collectives.rank} waits in run.save() or run.close() for others: {advice}."
+        )
+        warning = threading.Timer(SAVE_WARNING_S, logger.warning, [text])
+        warning.daemon = True
+        warning.start()
+        try:
+            # In the form of `RankContext.run_and_gather`: another rank may be there.
+            calls = self._context.collectives.gather([{"saves": step}, None])
+        finally:
+            warning.cancel()
+        if any(call != calls[0] for call in calls):
+            raise UsageError(f"run.save: other ranks do not save step {step}: {advice}.")
 
     def has_committed(self, position: Position) -> bool:
         """Return whether the newest `commit` committed that step, or this generation began with it.

@@ -33,7 +33,7 @@ class NodeMesh:
         """Make the mesh; until `join` each collective over it raises a RuntimeError.
 
         Raises:
-            ConfigError: LOCAL_WORLD_SIZE is missing or too small for this rank.
+            ConfigError: LOCAL_WORLD_SIZE is missing or too small for this rank, or no number.
 
         """
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
@@ -43,11 +43,12 @@ class NodeMesh:
         self.owns_world = False
         """Whether the default process group was made for the mesh."""
         self._world: dist.ProcessGroup | None = None
-        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        rank, count = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        are_numbers = rank.isdecimal() and count.isdecimal()
+        self._local_rank, self._ranks = (int(rank), range(int(count))) if are_numbers else (0, range(0))
         if self._local_rank not in self._ranks:
             raise ConfigError(
-                f"er.shard_mesh: LOCAL_RANK is {self._local_rank}, and LOCAL_WORLD_SIZE is "
+                f"er.shard_mesh: LOCAL_RANK is {rank}, and LOCAL_WORLD_SIZE is "
                 f"{os.environ.get('LOCAL_WORLD_SIZE', 'not set')}. Set LOCAL_WORLD_SIZE to the number of "
                 "ranks on this node, as torchrun does."
             )

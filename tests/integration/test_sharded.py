@@ -41,6 +41,7 @@ REFUSED = {
     "not replicated": r"each node trains a model of its own: call run.replicate\(model\)",
     "replicated twice": "run.replicate: .* over which FSDP replicates already",
     "step on rank 0": "no rank of rank 0's node has 'optimizer/state/0/exp_avg@1of2'",
+    "other steps saved": r"run.save: other ranks do not save step [01]: each rank of a sharded model has to",
     "tensor parallelism": "Tensor, context and expert parallelism must have degree 1",
     "FSDP1": r"it is in FullyShardedDataParallel \(FSDP1\)",
     "ignored on an own mesh": r"call fully_shard\(\) on the whole model too, without ignored_params",

@@ -8,6 +8,7 @@ its own supervisor. It prints what differs at the end, for tests/integration/tes
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -404,6 +405,13 @@ def train_step(resume: Callable[..., Any], model: Any) -> None:
     run.step()
 
 
+def save_other_steps(resume: Callable[..., Any]) -> None:
+    """Save another step on rank 0."""
+    run = resume(fully_shard(Net(), mesh=er.shard_mesh()))
+    position = dataclasses.replace(run.position, step=int(run.rank == 0))
+    run._snapshot_scheduler.commit(position)
+
+
 REFUSED = {
     "over nodes": shard_over_nodes,
     "whole": replicate_whole,
@@ -411,6 +419,7 @@ REFUSED = {
     "ignored": replicate_ignored,
     "replicated twice": replicate_twice,
     "step on rank 0": step_on_rank_0,
+    "other steps saved": save_other_steps,
     "late": shard_late,
     "tensor parallelism": use_tensor_parallel,
     "FSDP1": lambda resume: resume(FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))),

@@ -9,7 +9,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.ranks.node_mesh import NodeMesh
 
 
-@pytest.mark.parametrize(("count", "told"), [(None, "not set"), ("1", "1")])
+@pytest.mark.parametrize(("count", "told"), [(None, "not set"), ("1", "1"), ("two", "two")])
 def test_rank_beyond_its_nodes_ranks_is_refused(
     monkeypatch: pytest.MonkeyPatch, count: str | None, told: str
 ) -> None:
