@@ -51,7 +51,8 @@ def install_torchrun(args: argparse.Namespace) -> int:
     text = FILE.format(python=python, mark=MARK, variable=constants.ENV_TORCHRUN)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and MARK not in path.read_text(errors="replace"):
+        # A dangling link does not exist, and its target would be written.
+        if path.is_symlink() or (path.exists() and MARK not in path.read_text(errors="replace")):
             raise UsageError(
                 f"{path} was not written by install-torchrun, so it is not replaced. Name another directory."
             )

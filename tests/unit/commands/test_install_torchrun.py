@@ -36,6 +36,10 @@ def test_another_torchrun_is_not_replaced(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "torchrun").write_text("another")
     assert cli.main(["install-torchrun", str(tmp_path)]) == 1
     assert "was not written by install-torchrun" in capsys.readouterr().err
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "torchrun").symlink_to(tmp_path / "nowhere")
+    assert cli.main(["install-torchrun", str(tmp_path / "bin")]) == 1
+    assert not (tmp_path / "nowhere").exists()
     assert (tmp_path / "torchrun").read_text() == "another"
     assert cli.main(["install-torchrun", str(tmp_path / "torchrun")]) == 1
     assert "cannot be written: " in capsys.readouterr().err
