@@ -255,11 +255,10 @@ class SnapshotScheduler:
         warning.daemon = True
         warning.start()
         try:
-            # In the form of `RankContext.run_and_gather`: another rank may be there.
-            calls = self._context.collectives.gather([{"saves": step}, None])
+            _, calls = self._context.run_and_gather(lambda: (None, {"saves": step}))
         finally:
             warning.cancel()
-        if any(call != calls[0] for call in calls):
+        if any(call != {"saves": step} for call in calls):
             raise UsageError(f"run.save: other ranks do not save step {step}: {advice}.")
 
     def has_committed(self, position: Position) -> bool:
