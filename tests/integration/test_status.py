@@ -41,7 +41,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     flags += ["--rdzv-conf", "last_call_timeout=60"]
     env = {constants.ENV_TOKEN: TOKEN, constants.ENV_LOG_LEVEL: "DEBUG"}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
-        made.start(SCRIPT, "--step-log", str(directory), "--epochs", "20000", "--step-delay", "0.01")
+        arguments = "--step-log", str(directory), "--epochs", "20000", "--step-delay", "0.01"
+        made.start(SCRIPT, *arguments, only=[0])
+        made.wait(lambda: "n0 leads" in made.output(0), "n0 to lead, which n1 would if n0 started late")
+        made.start_node(1)
+        made.start_node(2)
         made.wait(step=10)
         yield made
 
@@ -146,27 +150,27 @@ def test_metrics_of_leader_cover_the_job_too(cluster: Cluster) -> None:
 
 
 def test_slow_rank_is_named_by_event_status_and_metrics(cluster: Cluster) -> None:
-    """Nobody is, before. The model has buffers, for which rank 1 waits too."""
+    """The model has buffers, for which rank 1 waits too. A busy machine may slow another rank, too."""
     cluster.wait(lambda: all(record.own_time_us for _, record in cluster.rank_progress()), "own times")
-    injector = FaultInjector(cluster, [Fault("slow-rank", rank=2, at_s=0.0, delay_s=0.02, for_s=600)])
+    injector = FaultInjector(cluster, [Fault("slow-rank", rank=2, at_s=0.0, delay_s=0.1, for_s=600)])
 
     def named() -> list[dict[str, Any]]:
         injector.poll()
-        return cluster.events("slow-rank")
+        return cluster.node_events(2, "slow-rank")
 
-    (event,) = cluster.wait(named, "a rank to be named")
+    event = cluster.wait(named, "rank 2 to be named")[0]
     assert (event["node"], event["rank"], event["generation"]) == ("n2", 2, 1)
     assert event["own_s"] >= event["others_s"] + 0.01
     line = "rank 2 is slow, and all others wait for it: it takes"
     assert line in cluster.output(2)
-    assert f"node n2: {line}" in asked(cluster, 0, lambda told: "is slow" in told.stdout).stdout
+    asked(cluster, 0, lambda told: f"node n2: {line}" in told.stdout)
     assert scrape(cluster, 2)["elastic_resume_slow_rankn2"] > 1.3
     injector.undo_lasting_faults()
-    cluster.wait(lambda: cluster.events("slow-rank-ended"), "the end of its slowness")
+    cluster.wait(lambda: cluster.node_events(2, "slow-rank-ended"), "the end of its slowness")
     injector.close()
     alerts = summary.build_run_report(load_run([cluster.run_dir]).events).alerts
-    begin, end = (alert for alert in alerts if alert.kind.startswith("slow-rank"))
-    assert (begin.node, begin.kind, end.node, end.kind) == ("n2", "slow-rank", "n2", "slow-rank-ended")
+    begin, end = [alert for alert in alerts if alert.kind.startswith("slow-rank") and alert.node == "n2"][:2]
+    assert (begin.kind, end.kind) == ("slow-rank", "slow-rank-ended")
     assert line in begin.text
 
 
@@ -177,6 +181,6 @@ def test_status_names_the_next_leader_and_the_failure(cluster: Cluster) -> None:
     cluster.wipe(0)
     next_leads = r"(?s)generation 2, 2 nodes, 2 ranks, led by n1.*node n0 died"
     asked(cluster, 2, lambda told: re.search(next_leads, told.stdout))
-    after = scrape(cluster, 1)
-    assert after["elastic_resume_is_leader"] == 1
-    assert after["elastic_resume_incidents_totalnode-lost"] == 1
+    lost = "elastic_resume_incidents_totalnode-lost"  # each agent reads its events once a second
+    cluster.wait(lambda: scrape(cluster, 1)[lost] == 1, "n1 to count the lost node")
+    assert scrape(cluster, 1)["elastic_resume_is_leader"] == 1
