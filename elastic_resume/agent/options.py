@@ -33,6 +33,7 @@ from elastic_resume.schedulers.slurm import SharedDir
 
 MAX_SCRIPT_BYTES = 1 << 24  # a program of --no-python may be larger; this much is compared
 MAX_ARGUMENT_CHARS = 1000
+MAX_PORT = 65535
 # Each of these flags names the rendezvous, or says that there is one node only.
 RENDEZVOUS_FLAGS = {"rdzv_endpoint", "standalone", "master_addr", "master_port", "node_rank"}
 # CoreDNS caches an answer for 30 s, so nodes may need that long to find candidates that were all replaced.
@@ -135,6 +136,9 @@ def check_torchrun_values(args: argparse.Namespace) -> None:
         if not re.fullmatch(pattern, text):
             source = args.sources.get(dest, f"PET_{dest.upper()}")
             raise ConfigError(f"{source} is {text[:200]!r}: torchrun takes {form}.")
+    if not 0 <= (args.master_port or 0) <= MAX_PORT:
+        source = args.sources.get("master_port", "PET_MASTER_PORT")
+        raise ConfigError(f"{source} is {args.master_port}: torchrun takes a port, 0 to {MAX_PORT}.")
 
 
 def check_launch_config(config: Any) -> None:

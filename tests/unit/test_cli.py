@@ -76,6 +76,7 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
             ["--max-restarts", "-1", "train.py"],
             "--max-restarts is '-1': torchrun takes a whole number, 0 or more",
         ),
+        (["--master-port", "65536", "train.py"], "--master-port is 65536: torchrun takes a port, 0 to 65535"),
         (["--max-restarts", "abc", "train.py"], "--max-restarts is 'abc': write a whole number"),
         (["--monitor-interval", "x", "train.py"], "--monitor-interval is 'x': write a number"),
         (["-t", "9", "train.py"], "--tee is '9': torchrun takes 0, 1, 2 or 3"),
