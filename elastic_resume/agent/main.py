@@ -82,12 +82,9 @@ def run_agent(
     os.environ[constants.ENV_QUIET] = "1" if args.quiet else "0"  # workers read it too
     if "node_rank" in given_flags:
         scheduler_context = replace(scheduler_context, node_order=args.node_rank)
+    log_handler = console.StderrHandler(f"elastic_resume[{settings.node_name}] ")
     with (
-        console.log_handler(
-            console.PACKAGE_LOGGER,
-            console.StderrHandler(f"elastic_resume[{settings.node_name}] "),
-            console.read_level(os.environ),
-        ),
+        console.log_handler(console.PACKAGE_LOGGER, log_handler, console.read_level(os.environ)),
         torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as spec,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
         contextlib.closing(LeasePage()) as lease_page,

@@ -147,6 +147,11 @@ def prepare(
     for module in _values(model):
         if state_dict.find_parallel_wrapper(module) is not None:
             run.ddp(module)  # sets the recorded bucket order in Accelerate's DDP
+    _replace_methods(accelerator, run, optimizer)
+    return Prepared(run, model, optimizer, scheduler)
+
+
+def _replace_methods(accelerator: Accelerator, run: Run, optimizer: Any) -> None:
     methods = _Methods(accelerator, run)
     for one in _values(optimizer):
         state_dict.unwrap(one).register_step_pre_hook(methods.check_backward)
@@ -157,7 +162,6 @@ def prepare(
     for name, message in REFUSED_FOR_OUR_LOADER.items():
         method = getattr(accelerator, name)
         setattr(accelerator, name, functools.partial(_refuse_our_loader, message, method))
-    return Prepared(run, model, optimizer, scheduler)
 
 
 class _Methods:

@@ -146,14 +146,7 @@ def restore(
         inventories = _exclude_failed_states(context, plan, sources, inventories, failures)
     failpoints.hit("resume.loaded")
     on_disk = loaded is not None and loaded.opened is not None and loaded.opened.on_disk
-
-    # Each rank needs its local leader's answer, to decide alike in `SnapshotScheduler.commit`.
-    def persist_generation() -> tuple[None, bool]:
-        if context.is_local_leader:
-            node_dir.persist_generation(plan.generation)
-        return None, on_disk
-
-    _, on_disks = context.run_and_gather(persist_generation)
+    on_disk = _record_generation(context, node_dir, plan.generation, on_disk=on_disk)
     earlier_command = _find_earlier_command(plan, inventories)
     if disk_error is not None and loaded is not None:
         logger.warning(
@@ -162,8 +155,22 @@ def restore(
     nodes = tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
     manifest = loaded.manifest if loaded is not None else None
-    on_disk = on_disks[context.local_leader_by_node[context.node]]
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)
+
+
+def _record_generation(context: RankContext, node_dir: NodeDir, generation: int, *, on_disk: bool) -> bool:
+    """Record the generation durably on every node. Return ``on_disk`` of this node's local leader.
+
+    Each rank needs that one, to decide alike in `SnapshotScheduler.commit`.
+    """
+
+    def persist_generation() -> tuple[None, bool]:
+        if context.is_local_leader:
+            node_dir.persist_generation(generation)
+        return None, on_disk
+
+    _, on_disks = context.run_and_gather(persist_generation)
+    return bool(on_disks[context.local_leader_by_node[context.node]])
 
 
 def _check_shards(context: RankContext, tracked: Mapping[str, Any]) -> None:
