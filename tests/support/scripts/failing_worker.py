@@ -62,9 +62,7 @@ def fail(what: str, directory: Path, step: int) -> None:
         # The agent reports this death when another worker has reported its error.
         agent = os.environ[constants.ENV_AGENT_PID]
         os.kill(int(agent), signal.SIGSTOP)
-        dead = directory / f"dead-{GENERATION}"
-        dead.with_suffix(".new").write_text(agent)
-        dead.with_suffix(".new").replace(dead)
+        write_whole(directory / f"dead-{GENERATION}", agent)
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -77,6 +75,12 @@ def fail(what: str, directory: Path, step: int) -> None:
     if what == "stuck":
         log_of().emit("worker-exit", rank=RANK, signal="SIGKILL", exit_code=None, stopped=True, stuck=True)
         sys.exit(1)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that others read whole or not at all."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").replace(path)
 
 
 def main(directory: Path, what: str, node: str) -> None:
@@ -97,7 +101,7 @@ def main(directory: Path, what: str, node: str) -> None:
         step += 1
         meet(directory, step)
         if RANK == 0:
-            newest.write_text(str(step))
+            write_whole(newest, str(step))  # it may be killed here
         log.emit("step", generation=GENERATION, step=step, epoch=0)
         time.sleep(PAUSE_S)
 

@@ -326,8 +326,9 @@ def test_wait_log_logs_newest_texts_only_if_wait_lasts(caplog: pytest.LogCapture
     """After that, further texts of the same wait are logged at once."""
     caplog.set_level("INFO", "elastic_resume")
     wait_log = WaitLog(delay_s=600.0)
+    before = threading.enumerate()
     wait_log.add("waiting", "for b")
-    (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+    (timer,) = (thread for thread in threading.enumerate() if thread not in before)
     assert not wait_log.end()
     timer.join()
     assert caplog.messages == []
