@@ -318,11 +318,14 @@ class ViewChange:
         until = NEVER if has_quorum else state.now + settings.heartbeat_interval_s
         if not has_quorum:
             self._note_blocked()
-        if not joins or (len(joins) < settings.min_nodes and not self._list_finished_nodes()):
+        finished = self._list_finished_nodes()
+        if not finished and len(joins) < settings.min_nodes:
             reason = TooFewNodes(len(joins), settings.min_nodes, tuple(self.left_out.values()))
             return self._wait(reason, float("inf") if has_quorum else until)
         if not has_quorum:
             return self._wait(self._find_missing_votes(present), until)
+        if not joins:
+            return self._wait(TooFewNodes(0, settings.min_nodes))
         until = self._compute_wait_deadline(present, full=len(joins) >= settings.max_nodes)
         if state.now < until:
             return self._wait(self._find_absent(joins, present), until)
