@@ -225,14 +225,11 @@ class SnapshotScheduler:
     def commit(self, position: Position, *, is_epoch_over: bool = False) -> Path | None:
         """Commit the state now. Return the checkpoint's path on the local leader, which waits for the disk.
 
-        With `needs_all_local_ranks` every local rank calls it at the same step, to copy its shards. Return
-        None on the other ranks, if the disk refuses, which is logged, and if this generation began with that
-        step.
+        With `needs_all_local_ranks` every rank of the job calls it, after `await_all_ranks`. Return None on
+        the other ranks, if the disk refuses, which is logged, and if this generation began with that step.
         """
         self._committed_path = None
         with self.meter.count_stall():
-            if self.needs_all_local_ranks:
-                self._await_all_ranks(position.step)
             if position.step == self._loaded_step and not is_epoch_over:
                 return None
             has_snapshot = self._ensure_snapshot(position, is_epoch_over=is_epoch_over)
@@ -245,8 +242,15 @@ class SnapshotScheduler:
                 self._committed_step, self._last_commit_at = position.step, time.monotonic()
             return self._committed_path
 
-    def _await_all_ranks(self, step: int) -> None:
-        """Wait for ranks that evaluate longer; raise UsageError if another one does not save this step."""
+    def await_all_ranks(self, step: int) -> None:
+        """With `needs_all_local_ranks` wait until all ranks of the job save, as some may evaluate for longer.
+
+        Raises:
+            UsageError: another rank saves another step.
+
+        """
+        if not self.needs_all_local_ranks:
+            return
         advice = "each rank of a sharded model has to call it, at the same step, and not rank 0 alone"
         text = (
             f"rank {self._context.collectives.rank} waits in run.save() or run.close() for others: {advice}."

@@ -450,15 +450,15 @@ class Run:
     def save(self) -> Path | None:
         """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.
 
-        Call it at a step boundary, on every rank if the model is sharded. After an epoch's last batch call it
-        when the epoch's other work is done, because a resume from it begins with the next epoch. Return None
-        on other ranks, if this generation started with the same step on disk, and if the disk failed (which
-        is logged).
+        Call it at a step boundary, on every rank of the job if the model is sharded; after an epoch's last
+        batch when the epoch's other work is done, for a resume from it begins with the next epoch. Return None
+        on other ranks, if this generation started with that step on disk, and after a logged disk failure.
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
         if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_local_ranks):
             return None
         position, is_epoch_over = self._progress.position_to_resume_from()
+        self._snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
         with self._heartbeat.busy():
             return self._snapshot_scheduler.commit(position, is_epoch_over=is_epoch_over)
 
