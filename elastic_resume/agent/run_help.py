@@ -78,6 +78,14 @@ class RunParser(config.Parser):
         """Print the short help."""
         self._print_message(format_help(), file or sys.stdout)
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Count a prefix of several flags as unknown: argparse refuses it even among the script's own flags.
+
+        This method of argparse is not public.
+        """
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return found if len(found) == 1 else []
+
 
 class HelpAllAction(argparse.Action):
     """Print all flags and settings, and exit."""

@@ -1,9 +1,9 @@
 """Take the snapshots, commits and comparisons that are due at each step boundary.
 
 The local leader decides for its node (`decide_actions`), from the measured cost of earlier copies. It
-stores the step of the next snapshot in the control block, so the other local ranks know it before they finish
-that step. With a sharded model a snapshot needs all local ranks: one that is due earlier waits for the next
-step.
+stores the step of the next snapshot in the control block (a page of memory that the node's processes share),
+so the other local ranks know it before they finish that step. With a sharded model all local ranks take a
+snapshot together: one that becomes due within a step is announced, and taken at the end of the next step.
 
 A failing disk costs checkpoints but never stops training; the committer logs the failure.
 """
@@ -93,7 +93,9 @@ class SnapshotScheduler:
         *,
         waiting_for_disk: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Start the generation on this node, which already holds a checkpoint of ``saved_step`` (0: none).
+        """Start the generation on this node, which holds a checkpoint of ``saved_step``.
+
+        It is 0 after a cold start, and -1 if this node's disk lacks the state.
 
         ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """

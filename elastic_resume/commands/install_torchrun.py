@@ -7,6 +7,7 @@ directory first on PATH start it. PyTorch's torchrun stays where it is.
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 import sys
 from pathlib import Path
@@ -56,8 +57,14 @@ def install_torchrun(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"{path} was not written by install-torchrun, so it is not replaced. Name another directory."
             )
-        path.write_text(text)
-        path.chmod(0o755)
+        # Whole or not at all: several nodes may install it in one shared directory, and start it meanwhile.
+        new = path.with_name(f".torchrun-{secrets.token_hex(8)}")
+        try:
+            new.write_text(text)
+            new.chmod(0o755)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"{path} cannot be written: {reason}. Name a directory that is yours.") from error

@@ -1,8 +1,9 @@
 """Hold the `DeviceMesh` of a node's ranks, over which FSDP shards a model.
 
 FSDP and its DTensors keep the mesh for the life of a process, and process groups end with their world. So
-the mesh is made without a group, and `NodeMesh.join` gives it the node's group of each world. A standby
-builds its shards before the first one. The attributes of a mesh that this module sets are private.
+the mesh is made without a group, and `NodeMesh.join` gives it the node's group of each world. A standby (a
+worker that starts before its node joins) builds its shards before it has any group. The attributes of a mesh
+that this module sets are private.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from elastic_resume import constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.ranks.group_connections import GroupConnections
 
@@ -43,7 +45,9 @@ class NodeMesh:
         self.owns_world = False
         """Whether the default process group was made for the mesh."""
         self._world: dist.ProcessGroup | None = None
-        rank, count = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        # With --virtual-local-rank LOCAL_RANK is 0 on every rank.
+        rank = os.environ.get(constants.ENV_LOCAL_RANK) or os.environ.get("LOCAL_RANK", "0")
+        count = os.environ.get("LOCAL_WORLD_SIZE", "1")
         are_numbers = rank.isdecimal() and count.isdecimal()
         self._local_rank, self._ranks = (int(rank), range(int(count))) if are_numbers else (0, range(0))
         if self._local_rank not in self._ranks:

@@ -15,7 +15,8 @@ Invariants:
 - Each rank computes the plan from the same gathered inventories, so no rank has to announce it.
 - An error on one rank is raised on all ranks; otherwise they would wait for it in their next collective.
 - No rank trains before a plan has succeeded on all ranks and the generation is durable on every node.
-- A cold start, without any saved state, gives all ranks the values of rank 0.
+- A cold start, without any saved state, gives each node the values of rank 0's node: all ranks get those of
+  rank 0, and of a sharded model each rank those of the same local rank.
 """
 
 from __future__ import annotations

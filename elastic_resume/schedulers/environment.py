@@ -348,13 +348,13 @@ def _read_pet(reader: _VariableReader) -> SchedulerContext:
     job = "" if job == "none" else job  # torchrun's default is this word
     peers: tuple[str, ...] = (host,) if host else ()
     # The hosts of Kubeflow's Trainer are numbered: STEM-0.REST leads, and the host STEM-ORDER is this one.
-    numbered = re.fullmatch(r"(.+)-0(\..+)?", host)
+    numbered = re.fullmatch(r"([^.]+)-0(\..+)?", host)
     if numbered and name == f"{numbered[1]}-{order}":
         peers = tuple(f"{numbered[1]}-{at}{numbered[2] or ''}" for at in range(nodes))
         if not job:
             job, reader.sources["job"] = numbered[1], reader.sources["peers"]
     endpoint = reader.read_text("endpoint")
-    candidates = endpoint.split(",") if endpoint else [f"{peer}:{port}" for peer in peers[:MAX_CANDIDATES]]
+    candidates = endpoint.split(",") if endpoint else [_join(peer, port) for peer in peers[:MAX_CANDIDATES]]
     return SchedulerContext(
         "pet",
         name,
@@ -386,10 +386,15 @@ def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
         max_nodes=nodes,
         min_nodes=reader.read_min_nodes(nodes, 1),
         peers=peers,
-        candidates=tuple(f"{peer}:{DEFAULT_PORT}" for peer in peers[:MAX_CANDIDATES]),
+        candidates=tuple(_join(peer, DEFAULT_PORT) for peer in peers[:MAX_CANDIDATES]),
         address=peers[order] if order < len(peers) else "",
         workers_per_node=reader.read_workers(),
     )
+
+
+def _join(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _read_host(reader: _VariableReader) -> SchedulerContext:

@@ -1,9 +1,10 @@
 """Read and make DTensors, which FSDP divides over the ranks of a node.
 
-A rank tracks its own shard of each DTensor. `find_own_shard` reads the mesh and the placements, and refuses a
-tensor that one node does not hold as a whole. When a checkpoint is loaded, each rank reads its shard of the
-stored tensor, even if that is whole or divided in another way. Placements (``Shard``, ``Replicate``) are
-torch's: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
+A rank tracks its own shard of each DTensor. `find_own_shard` reads the mesh and the placements, and refuses
+what cannot be stored: more than one divided dimension, uneven chunks, tensor parallelism. Whether one node
+holds the whole tensor is checked in `restore.coordinator`. When a checkpoint is loaded, each rank reads its
+shard of the stored tensor, even if that is whole or divided in another way. Placements (``Shard``,
+``Replicate``) are torch's: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
 """
 
 from __future__ import annotations

@@ -62,6 +62,9 @@ def load_into(
             "the tracked objects do not fit the checkpoint; nothing was loaded. Restore the model's "
             f"definition, or start over on purpose with --resume never.\n  {shown}{more}"
         )
+    # An unsharded run's optimizer has whole tensors only; a sharded one's divides what belongs in shards.
+    parts = [part.values() for part in stored.values() if isinstance(part, dict)]
+    was_sharded = any(isinstance(value, TensorRef) and value.shards for part in parts for value in part)
     for name, item in tracked.items():
         # Outside of the try: an error of get_tensor is not a mismatch.
         if isinstance(item, nn.Module):
@@ -71,7 +74,7 @@ def load_into(
             restored = {k: replace_references(v, get_tensor, targets.get(k)) for k, v in stored[name].items()}
         else:
             make = cache_by_name(make_tensor or (lambda key: get_tensor(key).clone()))
-            restored = _build_state(item, stored[name], make, peek, live)
+            restored = _build_state(item, stored[name], make, peek, live, was_sharded=was_sharded)
         try:
             item.load_state_dict(restored)
             if isinstance(item, Optimizer):
@@ -193,10 +196,13 @@ def _build_state(
     make_tensor: Callable[[str], Tensor],
     peek_tensor: Callable[[str], Tensor],
     live_shards: LiveShards,
+    *,
+    was_sharded: bool,
 ) -> Any:
     """Build the state of any object but a module.
 
-    An optimizer's tensor of the same shape as its parameter is divided like it.
+    An optimizer's tensor of the same shape as its parameter is divided like it, unless it is stored whole
+    though the model ``was_sharded``.
     """
     is_like_torch = isinstance(item, Optimizer) and isinstance(stored, dict)
     if not is_like_torch or not isinstance(stored.get("state"), dict):
@@ -206,7 +212,7 @@ def _build_state(
     def find_live(index: Any, ref: TensorRef) -> Any:
         is_known = type(index) is int and 0 <= index < len(parameters)
         parameter: Any = parameters[index] if is_known else None
-        if not dtensors.is_dtensor(parameter):
+        if not dtensors.is_dtensor(parameter) or (was_sharded and ref.shards is None):
             return live_shards.find(ref)
         shape = live_shards.shape_of(ref, peek_tensor)
         shape = shape[:-1] if ref.kind in COMPLEX_KINDS.values() else shape

@@ -451,8 +451,8 @@ class Run:
         """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.
 
         Call it at a step boundary, on every rank of the job if the model is sharded; after an epoch's last
-        batch when the epoch's other work is done, for a resume from it begins with the next epoch. Return None
-        on other ranks, if this generation started with that step on disk, and after a logged disk failure.
+        batch when its other work is done, for a resume from it begins with the next epoch. Return None on
+        other ranks, if this generation started with that step on disk, and after a logged disk failure.
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
         if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_local_ranks):

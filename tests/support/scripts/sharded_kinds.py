@@ -8,7 +8,6 @@ its own supervisor. It prints what differs at the end, for tests/integration/tes
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -100,7 +99,10 @@ class Frozen(Net):
 
 
 class Rows(torch.optim.Optimizer):
-    """Scales the gradient of each row by a state that is not of the parameter's shape."""
+    """Scales the gradient of each row by a state that is not of the parameter's shape.
+
+    The number of steps is a plain tensor of the shape that the head's bias has.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -115,7 +117,9 @@ class Rows(torch.optim.Optimizer):
                 squares = squares.sum(1, keepdim=True)
             state = self.state[parameter]
             state["rows"] = state["rows"] + squares if state else squares
-            parameter.sub_(0.01 * parameter.grad / (state["rows"].sqrt() + 1e-3))
+            state["count"] = state.get("count", torch.zeros(1)) + 1.0
+            rate = 0.01 / state["count"].item()
+            parameter.sub_(rate * parameter.grad / (state["rows"].sqrt() + 1e-3))
 
 
 @dataclass(frozen=True)
@@ -408,8 +412,7 @@ def train_step(resume: Callable[..., Any], model: Any) -> None:
 def save_other_steps(resume: Callable[..., Any]) -> None:
     """Save another step on rank 0."""
     run = resume(fully_shard(Net(), mesh=er.shard_mesh()))
-    position = dataclasses.replace(run.position, step=int(run.rank == 0))
-    run._snapshot_scheduler.commit(position)
+    run._snapshot_scheduler.await_all_ranks(int(run.rank == 0))
 
 
 REFUSED = {

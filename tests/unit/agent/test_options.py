@@ -14,6 +14,7 @@ from elastic_resume.agent.options import (
     identify_script,
     resolve_grace_s,
 )
+from elastic_resume.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,13 @@ def test_worker_grace_defaults_to_half_of_pods_grace(
         pytest.skip("this torch has no --shutdown-timeout")
     args, _ = config.parse_flags(parser, [*words, "train.py"], environ)
     assert resolve_grace_s(args, environ) == seconds
+
+
+@pytest.mark.parametrize("words", [["--save", "out"], ["--ckpt=x"], ["--nproc", "3"], ["--save-every", "3"]])
+def test_flags_of_the_script_may_begin_like_flags_of_ours(words: list[str]) -> None:
+    """Argparse refuses a prefix of several flags even behind the script, where torchrun passes it on."""
+    args, given = config.parse_flags(torchelastic.build_parser(), ["--keep", "3", "train.py", *words], {})
+    assert args.training_script_args == words
+    assert {"keep", "save_every", "nproc_per_node"} & given == {"keep"}
+    with pytest.raises(ConfigError, match=r"unknown flag --save\. Did you mean --save-every"):
+        config.parse_flags(torchelastic.build_parser(), ["--save", "3", "train.py"], {})

@@ -22,7 +22,12 @@ def test_installed_file_starts_its_python_from_any_path(
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     directory = tmp_path / "new" / "bin"
-    assert [cli.main(["install-torchrun", str(directory)]) for _ in range(2)] == [0, 0]
+    assert cli.main(["install-torchrun", str(directory)]) == 0
+    with open(directory / "torchrun") as running:
+        assert cli.main(["install-torchrun", str(directory)]) == 0
+        assert running.read() == (directory / "torchrun").read_text()  # not written in place
+        assert os.fstat(running.fileno()).st_ino != (directory / "torchrun").stat().st_ino
+    assert [path.name for path in directory.iterdir()] == ["torchrun"]
     assert f"export PATH={directory}:$PATH" in capsys.readouterr().out
     path = f"{directory}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

@@ -136,6 +136,26 @@ def test_context_of_trainjob_names_its_numbered_pods() -> None:
     assert len(environment.read_context({**TRAINER, "PET_NNODES": "64"}).candidates) == 3
 
 
+@pytest.mark.parametrize(("job", "domain"), [("sweep-0", "sweep-0"), ("job", "job.team-0.svc")])
+def test_zero_in_a_name_of_a_trainjob_is_not_taken_for_a_pods(
+    job: str, domain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of the pod is at the end of the host's own name."""
+    monkeypatch.setattr(socket, "gethostname", lambda: f"{job}-node-0-1")
+    here = environment.read_context({**TRAINER, "PET_MASTER_ADDR": f"{job}-node-0-0.{domain}"})
+    assert here.job == f"{job}-node-0"
+    assert here.candidates == tuple(f"{job}-node-0-{index}.{domain}:29500" for index in range(3))
+
+
+def test_candidates_by_address_of_ipv6_have_brackets() -> None:
+    """As --rdzv-endpoint takes them."""
+    here = environment.read_context({**SKYPILOT, "SKYPILOT_NODE_IPS": "fd00::1\nfd00::2"})
+    assert here.candidates == ("[fd00::1]:29400", "[fd00::2]:29400")
+    assert environment.read_context({**TRAINER, "PET_MASTER_ADDR": "fd00::1"}).candidates == (
+        "[fd00::1]:29500",
+    )
+
+
 @pytest.mark.parametrize(
     ("host", "master"),
     [
