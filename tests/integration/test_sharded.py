@@ -241,6 +241,16 @@ def test_a_resume_divides_anew(undisturbed: Path, tmp_path: Path) -> None:
     assert "only in A" not in kinds, "diff sees shards"
 
 
+def test_save_by_one_rank_alone_ends_as_a_hang_and_costs_no_step(tmp_path: Path) -> None:
+    """It waits for the others, who are in a collective of the next step. The report names the line."""
+    with Cluster(tmp_path, nodes=1, workers_per_node=2, flags=[*FLAGS, "--hang-timeout", "4"]) as cluster:
+        cluster.start(SCRIPT, "--losses", str(tmp_path), "--save-alone", "5")
+        assert cluster.wait_exit() == [0]
+        assert cluster.events("hang")[0]["step"] == 5
+        assert "rank 0 waits in all_gather" in cluster.output(0)
+        assert cluster.lost_steps == 0
+
+
 def test_every_kind_of_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Two nodes of two ranks: each kind of `sharded_kinds.py` resumes; each of its misuses is an error.
 

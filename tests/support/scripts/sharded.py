@@ -28,6 +28,7 @@ parser.add_argument("--losses", type=Path, required=True)
 parser.add_argument("--plan", type=json.loads, default=[])
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--late", action="store_true", help="rank 1 is late at the end")
+parser.add_argument("--save-alone", type=int, help="after this step rank 0 saves alone, once")
 parser.add_argument("--await-commit", type=int, help="after this step wait for a checkpoint")
 parser.add_argument("--await-node", type=int, help="after this step wait for the third node")
 parser.add_argument("--step-delay", type=float, default=0.0, help="seconds after each step")
@@ -87,6 +88,8 @@ def train() -> None:
             with (args.losses / f"rank{run.rank}.jsonl").open("a") as file:
                 file.write(json.dumps({**entry, "pid": os.getpid()}) + "\n")
             kill_as_planned(step)
+            if (step, run.rank, run.generation) == (args.save_alone, 0, 1):
+                run.save()
             time.sleep(args.step_delay)
             while step == args.await_node and run.world_size < 6:
                 time.sleep(0.01)
