@@ -103,7 +103,7 @@ class SnapshotScheduler:
         self._committed_path: Path | None = None  # of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
         # Each local rank holds other shards of the state, so it takes part in every snapshot.
-        self.needs_all_local_ranks = self.snapshotter.needs_all_local_ranks
+        self.is_sharded = self.snapshotter.is_sharded
         self.meter = CostMeter(self.snapshotter)
         self._committed_step = self._loaded_step = saved_step  # of the newest commit, requested or done
         self._context = context
@@ -167,7 +167,7 @@ class SnapshotScheduler:
         See `StepBoundary.is_expected`. The local leader may have ended this step, and announced a later one.
         """
         if is_epoch_over:
-            return self.needs_all_local_ranks
+            return self.is_sharded
         control, snapshot_id = self._slot_client.control_block, encode_snapshot_id(self._generation, step)
         return control.get("decided_id") == snapshot_id or step >= control.get("next_snapshot_step")
 
@@ -175,7 +175,7 @@ class SnapshotScheduler:
         self, position: Position, *, may_commit: bool, is_epoch_over: bool, is_drained: bool
     ) -> None:
         step, client = position.step, self._slot_client
-        if self.needs_all_local_ranks and not client.slot_count:
+        if self.is_sharded and not client.slot_count:
             raise MachineError(
                 f"node {self._context.node} has no memory for a snapshot, and a sharded model can only be "
                 "saved from one. Raise ELASTIC_RESUME_SNAPSHOT_MEMORY, or free memory on the node."
@@ -189,7 +189,7 @@ class SnapshotScheduler:
             is_commit_due=may_commit and self._is_commit_due(step),
             is_comparison_due=self._is_comparison_due(step),
             is_epoch_over=is_epoch_over,
-            needs_all_local_ranks=self.needs_all_local_ranks,
+            is_sharded=self.is_sharded,
             is_drained=is_drained,
         )
         actions = decide_actions(boundary)
@@ -227,7 +227,7 @@ class SnapshotScheduler:
     def commit(self, position: Position, *, is_epoch_over: bool = False) -> Path | None:
         """Commit the state now. Return the checkpoint's path on the local leader, which waits for the disk.
 
-        With `needs_all_local_ranks` every rank of the job calls it, after `await_all_ranks`. Return None on
+        With a sharded model every rank of the job calls it, after `await_all_ranks`. Return None on
         the other ranks, if the disk refuses, which is logged, and if this generation began with that step.
         """
         self._committed_path = None
@@ -245,13 +245,13 @@ class SnapshotScheduler:
             return self._committed_path
 
     def await_all_ranks(self, step: int) -> None:
-        """With `needs_all_local_ranks` wait until all ranks of the job save, as some may evaluate for longer.
+        """With a sharded model wait until all ranks of the job save, as some may evaluate for longer.
 
         Raises:
             UsageError: another rank saves another step.
 
         """
-        if not self.needs_all_local_ranks:
+        if not self.is_sharded:
             return
         advice = "each rank of a sharded model has to call it, at the same step, and not rank 0 alone"
         text = (
@@ -270,12 +270,12 @@ class SnapshotScheduler:
     def has_committed(self, position: Position) -> bool:
         """Return whether the newest `commit` committed that step, or this generation began with it.
 
-        With `needs_all_local_ranks` all ranks call it, and it is false if one node has not: then all ranks
+        With a sharded model all ranks call it, and it is false if one node has not: then all ranks
         have to commit again.
         """
         has_own = position.step == self._loaded_step or self._committed_path is not None
         has_own = has_own or not self._context.is_local_leader
-        return all(self._context.collectives.gather(has_own)) if self.needs_all_local_ranks else has_own
+        return all(self._context.collectives.gather(has_own)) if self.is_sharded else has_own
 
     def keep_state(self, position: Position, *, is_epoch_over: bool = False) -> None:
         """Keep the state of this step after this process ends. Local leader only."""
@@ -294,10 +294,10 @@ class SnapshotScheduler:
             if self.has_kept(position, is_epoch_over=is_epoch_over):
                 return True
             if self.snapshotter.start_snapshot(
-                position, is_epoch_over=is_epoch_over, leader_only=not self.needs_all_local_ranks
+                position, is_epoch_over=is_epoch_over, leader_only=not self.is_sharded
             ):
                 is_complete = self.snapshotter.wait_until_complete()
-                if is_complete or not self.needs_all_local_ranks:
+                if is_complete or not self.is_sharded:
                     return is_complete
             time.sleep(0.005)  # every slot is being read or created
         return False
@@ -309,7 +309,7 @@ class SnapshotScheduler:
 
     def _write_directly(self, position: Position) -> None:
         """Write the live state to disk; log that none is written if no rank holds all of it."""
-        if self.needs_all_local_ranks:
+        if self.is_sharded:
             logger.warning(
                 f"node {self._context.node}: step {position.step} was not saved: each rank of the node holds "
                 "a part of the model, and not all of them took a snapshot of this step. Training continues; "

@@ -76,7 +76,7 @@ class SnapshotPlan:
     immediate: TensorGroup  # copied in run.step() by the local leader
     shares: tuple[TensorGroup, ...]  # one for each local rank, copied behind the copy barrier
     overlapped: TensorGroup  # the tensors of all shares
-    needs_all_local_ranks: bool = False  # tensors are divided: each local rank copies its own shards
+    is_sharded: bool = False  # tensors are divided: each local rank copies its own shards
     copies_at_once: bool = False  # the next forward pass may change one of this rank's shards
 
     def slot_bytes(self, dynamic_metadata: bytes) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class SnapshotPlan:
 
     def as_single_share(self) -> SnapshotPlan:
         """Return a plan in which the local leader copies everything; the same one if tensors are divided."""
-        is_single = len(self.shares) == 1 or self.needs_all_local_ranks
+        is_single = len(self.shares) == 1 or self.is_sharded
         return self if is_single else replace(self, shares=(self.overlapped,))
 
 

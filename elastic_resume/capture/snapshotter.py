@@ -112,7 +112,7 @@ class Snapshotter:
         self._state = PlannedState(
             tracked, lambda view: make_plan(view, base_metadata, share_count, context.local_rank)
         )
-        self.needs_all_local_ranks = self._state.read()[1].needs_all_local_ranks
+        self.is_sharded = self._state.read()[1].is_sharded
         self._slots = SlotAccess(slot_client, context.local_rank, local_world_size)
         self._plan: SnapshotPlan | None = None  # of the newest state that was read
         self._views_by_slot: dict[tuple[int, int, int], SlotViews] = {}
@@ -179,7 +179,7 @@ class Snapshotter:
         snapshot_id = encode_snapshot_id(self._generation, position.step, is_epoch_over=is_epoch_over)
         state_view, plan = self._state.read()
         if plan is not self._plan:
-            if not self.needs_all_local_ranks:
+            if not self.is_sharded:
                 state_dict.refuse_divided(state_view.leaves)
             self._plan, self._views_by_slot = plan, {}
         plan = plan.as_single_share() if leader_only or self._failed_plan_id == plan.plan_id else plan

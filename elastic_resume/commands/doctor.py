@@ -32,7 +32,7 @@ from elastic_resume.schedulers.environment import SchedulerContext
 
 TORCH_TIMEOUT_S = 60.0
 NO_PROBLEM = "Nothing found that would make a start fail."
-CHECKED = "Checked: this environment, with defaults. Flags of run are not read."
+CHECKED = "Checked: a start of `elastic-resume run` here, without flags."
 NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TORCH_PROBE = "import torch; print(torch.__version__, torch.cuda.device_count())"
 

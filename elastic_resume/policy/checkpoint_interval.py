@@ -220,8 +220,8 @@ class StepBoundary:
     """What the local leader knows when a step has ended.
 
     ``announced_step`` is the step at which all local ranks expect the next snapshot; None if there is to be
-    none. ``slot_count`` is the number of slots that fit into the node's memory. ``needs_all_local_ranks``: no
-    local rank can take a snapshot alone, because each holds other shards of the state.
+    none. ``slot_count`` is the number of slots that fit into the node's memory. ``is_sharded``: no
+    local rank can take a snapshot alone, since each holds other shards of the state.
     """
 
     step: int
@@ -231,7 +231,7 @@ class StepBoundary:
     is_commit_due: bool = False
     is_comparison_due: bool = False
     is_epoch_over: bool = False
-    needs_all_local_ranks: bool = False
+    is_sharded: bool = False
     is_drained: bool = False
 
     @property
@@ -243,10 +243,11 @@ class StepBoundary:
     def is_expected(self) -> bool:
         """Whether the other local ranks expect a snapshot now, and wait for its slot.
 
-        They expect the second one of an epoch's last step if it needs them, without an announcement.
+        After an epoch's end a sharded model takes a second snapshot of its last step. All ranks know that, so
+        it is not announced.
         """
         if self.is_epoch_over:
-            return self.needs_all_local_ranks
+            return self.is_sharded
         return self.announced_step is not None and self.step >= self.announced_step
 
 
@@ -278,7 +279,7 @@ def decide_actions(boundary: StepBoundary) -> BoundaryActions:
     commits, is_expected = boundary.is_commit_due, boundary.is_expected
     if boundary.slot_count == 0:
         return BoundaryActions(writes_directly=commits)
-    is_possible = is_expected or not boundary.needs_all_local_ranks
+    is_possible = is_expected or not boundary.is_sharded
     is_snapshot_due = compares = False
     if boundary.takes_snapshots:
         is_snapshot_due = is_expected or boundary.is_epoch_over or boundary.announced_step is None

@@ -160,7 +160,7 @@ class Run:
 
     @property
     def plan(self) -> ResumePlan:
-        """The copy from which this generation started, and the rejected ones."""
+        """The saved state from which this generation started, and the rejected ones."""
         return self._plan
 
     @property
@@ -189,7 +189,7 @@ class Run:
 
     @property
     def world_change(self) -> WorldChange | None:
-        """The change of world size or global batch since the restored copy was made, or None."""
+        """The change of world size or global batch since the restored state was saved, or None."""
         return self._progress.world_change
 
     # ---- training ------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Run:
                 already.
 
         """
-        hsdp.replicate(model, self._context, was_sharded=self._snapshot_scheduler.needs_all_local_ranks)
+        hsdp.replicate(model, self._context, was_sharded=self._snapshot_scheduler.is_sharded)
         self._is_replicated = True
         return model
 
@@ -455,7 +455,7 @@ class Run:
         other ranks, if this generation started with that step on disk, and after a logged disk failure.
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
-        if not (self._context.is_local_leader or self._snapshot_scheduler.needs_all_local_ranks):
+        if not (self._context.is_local_leader or self._snapshot_scheduler.is_sharded):
             return None
         position, is_epoch_over = self._progress.position_to_resume_from()
         self._snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
@@ -728,7 +728,7 @@ class Run:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
         scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
         is_drained = self._drain_request.requested and self._context.is_local_leader
-        if is_drained and not scheduler.needs_all_local_ranks:
+        if is_drained and not scheduler.is_sharded:
             with self._heartbeat.busy():
                 scheduler.keep_state(self.position, is_epoch_over=is_epoch_over)
             return True

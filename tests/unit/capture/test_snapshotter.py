@@ -594,7 +594,7 @@ def test_snapshot_stays_announced_until_it_has_a_slot(
     objects = linear()
     run = begin(**objects, snapshot_every="off", save_every=1)
     scheduler, announced = run._snapshot_scheduler, list[int]()
-    scheduler.needs_all_local_ranks = True
+    scheduler.is_sharded = True
     control = run._committer_connection.slot_client.control_block
 
     def note(name: str, *_: Any) -> None:
@@ -616,7 +616,7 @@ def test_save_that_a_local_rank_missed_is_not_taken_for_the_one_before(
     objects = linear()
     run = begin(**objects)
     scheduler = run._snapshot_scheduler
-    scheduler.needs_all_local_ranks = True
+    scheduler.is_sharded = True
     for is_missed in (False, True):
         step(objects)
         run.step()

@@ -12,7 +12,7 @@ NOTHING = BoundaryActions()
 SNAPSHOT = BoundaryActions(takes_snapshot=True, announces=True)
 ALONE = BoundaryActions(takes_snapshot=True, announces=True, leader_only=True)
 NEXT_STEP = BoundaryActions(announces_next_step=True)
-SHARDED = {"needs_all_local_ranks": True}
+SHARDED = {"is_sharded": True}
 COMMIT_ONLY = BoundaryActions(takes_snapshot=True, commits=True, leader_only=True)
 
 
