@@ -43,7 +43,7 @@ def test_findings_have_sources_and_no_secret(
     }
     assert run_doctor(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
     header, table, checked = capsys.readouterr().out.split("\n\n")
-    assert "Flags of run are not read" in checked
+    assert "Checked: a start of `elastic-resume run` here, without flags" in checked
     assert header == "Nothing found that would make a start fail."
     lines = dict(line.split(maxsplit=1) for line in table.splitlines())
     assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
