@@ -1,4 +1,4 @@
-"""Parse durations and sizes as people write them, and format bytes, counts and foreign texts for messages.
+"""Parse durations and sizes as people write them, and format bytes, counts, addresses and foreign texts.
 
 Every flag and variable uses these parsers. A bare number is seconds or bytes.
 """
@@ -107,6 +107,11 @@ def format_bytes(count: int | None) -> str:
             return f"{value:.0f} {unit}" if value >= 99.5 or unit == "B" else f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} TB"
+
+
+def format_address(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:

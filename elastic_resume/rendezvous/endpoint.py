@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import psutil
 
 from elastic_resume.errors import ConfigError, MachineError
+from elastic_resume.units import format_address
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Endpoint:
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return format_address(self.host, self.port)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.net.protocol import ProtocolError
 from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, describe_node
 from elastic_resume.report.generations import INCIDENT_KINDS, RECOVERY_BUCKETS_S
+from elastic_resume.units import format_address
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -77,8 +78,7 @@ def serve_metrics(listen_address: tuple[str, int], get_status: Callable[[], Agen
         reason = error.strerror or error
         logger.warning("no metrics at %s port %d: %s. Training continues.", address, port, reason)
         return
-    shown = f"[{address}]" if ":" in address else address
-    logger.debug("metrics at http://%s:%d/metrics", shown, server.server_port)
+    logger.debug("metrics at http://%s/metrics", format_address(address, server.server_port))
 
 
 def make_registry(get_status: Callable[[], AgentStatus]) -> CollectorRegistry:

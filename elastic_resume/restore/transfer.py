@@ -50,6 +50,7 @@ from elastic_resume.background import AcceptThread
 from elastic_resume.errors import MachineError, PeerFailedError
 from elastic_resume.restore.streaming import BackgroundTask, StreamingBuffer
 from elastic_resume.slots import slot_memory
+from elastic_resume.units import format_address
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,7 @@ class BlockSender:
     key: bytes
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.node} at {host}:{self.port}"
+        return f"{self.node} at {format_address(self.host, self.port)}"
 
     def to_json(self) -> list[Any]:
         """Return the sender as JSON data; its node is known from the rank that sends it."""

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import slurm
-from elastic_resume.units import parse_duration
+from elastic_resume.units import format_address, parse_duration
 
 # The fewest nodes that train, where the scheduler names one number of nodes. A user or a runtime sets it.
 _MIN_NODES = ("ELASTIC_RESUME_MIN_NODES",)
@@ -354,7 +354,7 @@ def _read_pet(reader: _VariableReader) -> SchedulerContext:
         if not job:
             job, reader.sources["job"] = numbered[1], reader.sources["peers"]
     endpoint = reader.read_text("endpoint")
-    candidates = endpoint.split(",") if endpoint else [_join(peer, port) for peer in peers[:MAX_CANDIDATES]]
+    by_peer = [format_address(peer, port) for peer in peers[:MAX_CANDIDATES]]
     return SchedulerContext(
         "pet",
         name,
@@ -363,7 +363,7 @@ def _read_pet(reader: _VariableReader) -> SchedulerContext:
         max_nodes=nodes,
         min_nodes=min_nodes,
         peers=peers,
-        candidates=tuple(candidates),
+        candidates=tuple(endpoint.split(",") if endpoint else by_peer),
         address=reader.read_text("address"),
         workers_per_node=reader.read_workers(),
     )
@@ -386,15 +386,10 @@ def _read_skypilot(reader: _VariableReader) -> SchedulerContext:
         max_nodes=nodes,
         min_nodes=reader.read_min_nodes(nodes, 1),
         peers=peers,
-        candidates=tuple(_join(peer, DEFAULT_PORT) for peer in peers[:MAX_CANDIDATES]),
+        candidates=tuple(format_address(peer, DEFAULT_PORT) for peer in peers[:MAX_CANDIDATES]),
         address=peers[order] if order < len(peers) else "",
         workers_per_node=reader.read_workers(),
     )
-
-
-def _join(host: str, port: int) -> str:
-    """Return ``host:port``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _read_host(reader: _VariableReader) -> SchedulerContext:

@@ -26,6 +26,7 @@ from typing import Protocol, cast
 from elastic_resume import failpoints
 from elastic_resume.rendezvous.endpoint import ResolveFunction, parse_address, resolve_name
 from elastic_resume.rendezvous.net import protocol
+from elastic_resume.units import format_address
 
 # A peer's kernel closed the connection. Other errors (no route, time-out) say nothing about the peer.
 _CLOSED_ERRNOS = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED}
@@ -177,7 +178,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         host, port = (tcp.get_extra_info("peername") or (self.peer_address, 0))[:2]
         self.peer_host = str(host).removeprefix("::ffff:")  # an IPv6 socket names IPv4 peers so
-        self.peer_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.peer_address = format_address(host, port)
         # The kernel shall notice a vanished peer while nothing is sent. (asyncio sets TCP_NODELAY.)
         tcp.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._handler.on_connected(self)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch.distributed import distributed_c10d
 
 import elastic_resume as er
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.ranks.node_mesh import NodeMesh
+from elastic_resume.ranks.node_mesh import PLACEHOLDER, NodeMesh
 
 
 @pytest.mark.parametrize(("count", "told"), [(None, "not set"), ("1", "1"), ("two", "two")])
@@ -31,4 +34,8 @@ def test_virtual_local_rank_is_not_the_rank_in_the_mesh(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv(constants.ENV_LOCAL_RANK, "1")
-    assert NodeMesh().group.rank() == 1
+    c10d: Any = distributed_c10d
+    try:
+        assert NodeMesh().group.rank() == 1
+    finally:
+        c10d._unregister_process_group(PLACEHOLDER)
