@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
+import resource
+import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -47,11 +51,22 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `make soak` has the time for; a skip would mean that something is missing."""
+    """Leave out what only `make soak` has the time for; a skip would mean that something is missing.
+
+    `ORDER` changes the order of the modules and of each module's tests: `reversed`, or the seed of a shuffle.
+    """
     if "ELASTIC_RESUME_SOAK_KILLS" not in os.environ:
         soak = [item for item in items if item.get_closest_marker("soak") is not None]
         config.hook.pytest_deselected(items=soak)
         items[:] = [item for item in items if item not in soak]
+    if order := os.environ.get("ORDER"):
+        modules: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
+        groups, rng = list(modules.values()), random.Random(order)
+        for group in [groups, *groups]:
+            group.reverse() if order == "reversed" else rng.shuffle(group)
+        items[:] = itertools.chain.from_iterable(groups)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -94,6 +109,40 @@ def _read_end(log: Path) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - MAX_LOG_BYTES))
         return file.read(MAX_LOG_BYTES).decode(errors="replace")
+
+
+_VARIABLES_OF_OTHERS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+}  # an import of torch sets the latter
+_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+def _describe_process() -> dict[str, object]:
+    """Return what a test can change for the tests that run after it in this process."""
+    signals = signal.valid_signals() - {signal.SIGALRM}  # pytest-timeout's
+    status = Path("/proc/self/status").read_text()
+    return {
+        **{name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
+        **{f"${name}": value for name, value in os.environ.items() if name not in _VARIABLES_OF_OTHERS},
+        **{f"handler of signal {number}": signal.getsignal(number) for number in signals},
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "umask": next(line for line in status.splitlines() if line.startswith("Umask:")),
+        "working directory": Path.cwd(),
+        "sys.path": list(sys.path),
+        "sys.excepthook": sys.excepthook,
+        "sys.dont_write_bytecode": sys.dont_write_bytecode,
+    }
+
+
+@pytest.fixture(autouse=True)
+def check_process_is_unchanged() -> Iterator[None]:
+    """Fail a test that leaves its process limited or changed, since later tests may depend on that."""
+    before = _describe_process()
+    yield
+    after = _describe_process()
+    assert {name: value for name, value in after.items() if before.get(name) != value} == {}
+    assert before.keys() == after.keys()
 
 
 @pytest.fixture(autouse=True)

@@ -69,8 +69,8 @@ class SlowRankReporter:
         """Emit and log a change."""
         named, self._named = self._named, status
         if named and (status is None or status.rank != named.rank):
-            self._emit("slow-rank-ended", **position, rank=named.rank)
             logger.info("rank %d is no longer slow.", named.rank)
+            self._emit("slow-rank-ended", **position, rank=named.rank)
         if status and (named is None or status.rank != named.rank):
-            self._emit("slow-rank", **position, **asdict(status))
             logger.warning("%s.", describe_slow_rank(**asdict(status)))
+            self._emit("slow-rank", **position, **asdict(status))

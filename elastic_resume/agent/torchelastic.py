@@ -19,7 +19,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +44,7 @@ from elastic_resume.agent import options, run_help
 from elastic_resume.agent.peer_probe import PeerProbe
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status_reporter import StatusReporter
+from elastic_resume.agent.temporary_dir import make_temporary_dir
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.agent.workers.standby import StandbyWorkers
 from elastic_resume.agent.workers.supervisor import read_drain_signals
@@ -452,7 +452,7 @@ def prepare_launch(
     with contextlib.ExitStack() as stack:
         if args.log_dir is None and args.redirects == args.tee == "0":
             # torchelastic needs a directory for error files, and would leave one in /tmp at every start.
-            args.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="elastic_resume_"))
+            args.log_dir = stack.enter_context(make_temporary_dir())
         try:
             if "OMP_NUM_THREADS" not in os.environ and determine_local_world_size(args.nproc_per_node) > 1:
                 os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same, and prints four lines

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from elastic_resume.checkpoint import reader
@@ -144,7 +145,10 @@ def _write_state(target: Path, state: Any, file_format: str) -> int:
         return _write_file(target, lambda file: torch.save(state, file))
     with _write_temporary(target) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns that there is no process group
-        save(state, checkpoint_id=temporary, no_dist=True)  # syncs its files
+        try:
+            save(state, checkpoint_id=temporary, no_dist=True)  # syncs its files
+        except CheckpointException as error:  # wraps the disk's error
+            raise error.failures[0][0] from error
         DISK.sync_dir(temporary)
         return sum(path.stat().st_size for path in temporary.iterdir())
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from elastic_resume import constants
+from elastic_resume.bytecode import describe_damaged_bytecode
 from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.policy.gpu_faults import find_gpu_error
@@ -109,6 +110,8 @@ class _ExceptHook:
             print(f"elastic_resume: error: {error}", file=sys.stderr, flush=True)
         else:
             self.previous_hook(kind, error, trace)
+            if damage := describe_damaged_bytecode(error):
+                print(f"elastic_resume: error: {damage}", file=sys.stderr, flush=True)
 
 
 def _is_printed_by_agent() -> bool:
@@ -131,7 +134,7 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
     place = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
-    lines = str(error).splitlines()
+    lines = (describe_damaged_bytecode(error) or str(error)).splitlines()
     fields: dict[str, Any] = {
         "generation": _training_position["generation"],
         "step": _training_position["step"](),

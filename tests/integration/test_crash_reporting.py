@@ -146,3 +146,25 @@ def test_interrupt_is_no_failure(tmp_path: Path) -> None:
     printed, found = crash(tmp_path, "raise KeyboardInterrupt")
     assert found == []
     assert "KeyboardInterrupt" in printed
+
+
+DAMAGED = """
+import pathlib, py_compile
+module = pathlib.Path(__file__).with_name("damaged.py")
+module.write_text("x = 'a text that is long enough to be cut'")
+compiled = pathlib.Path(py_compile.compile(str(module)))
+compiled.write_bytes(compiled.read_bytes()[:{bytes}])
+import damaged
+"""
+
+
+@pytest.mark.parametrize("size", [16, 17, 40])
+def test_import_of_damaged_bytecode_names_the_file(tmp_path: Path, size: int) -> None:
+    """Python itself says "marshal data too short", at every start until the file is removed."""
+    printed, (event,) = crash(tmp_path, DAMAGED.format(bytes=size))
+    (compiled,) = (tmp_path / "__pycache__").glob("damaged.*.pyc")
+    for text in (printed.splitlines()[-1], event["message"]):
+        assert f"the compiled Python file {compiled} is damaged" in text
+        assert "Free space on its disk and remove the file" in text
+    compiled.unlink()
+    subprocess.run([sys.executable, "-c", "import damaged"], cwd=tmp_path, check=True)

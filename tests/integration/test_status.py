@@ -12,6 +12,7 @@ import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,10 +34,9 @@ Told = subprocess.CompletedProcess[str]
 TOKEN = "a secret with a : in it, and ümlauts"  # noqa: S105 - of this test alone
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes with a worker each; n0 has a disk that goes with it."""
-    directory = tmp_path_factory.mktemp("looked-at")
+@contextlib.contextmanager
+def start_three_nodes(directory: Path) -> Iterator[Cluster]:
+    """Train on three nodes with a worker each, which n0 leads."""
     flags = ["--snapshot-every", "1", "--save-every", "10", "--metrics", "0"]
     flags += ["--rdzv-conf", "last_call_timeout=60"]
     env = {constants.ENV_TOKEN: TOKEN, constants.ENV_LOG_LEVEL: "DEBUG"}
@@ -47,6 +47,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made.start_node(1)
         made.start_node(2)
         made.wait(step=10)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three nodes, for tests that end none of them, so that their order does not matter."""
+    with start_three_nodes(tmp_path_factory.mktemp("looked-at")) as made:
         yield made
 
 
@@ -164,7 +171,8 @@ def test_slow_rank_is_named_by_event_status_and_metrics(cluster: Cluster) -> Non
     line = "rank 2 is slow, and all others wait for it: it takes"
     assert line in cluster.output(2)
     asked(cluster, 0, lambda told: f"node n2: {line}" in told.stdout)
-    assert scrape(cluster, 2)["elastic_resume_slow_rankn2"] > 1.3
+    factor = "elastic_resume_slow_rankn2"  # absent while a busy machine slows another rank as much
+    cluster.wait(lambda: scrape(cluster, 2).get(factor, 0) > 1.3, "the factor among the metrics")
     injector.undo_lasting_faults()
     cluster.wait(lambda: cluster.node_events(2, "slow-rank-ended"), "the end of its slowness")
     injector.close()
@@ -174,13 +182,14 @@ def test_slow_rank_is_named_by_event_status_and_metrics(cluster: Cluster) -> Non
     assert line in begin.text
 
 
-def test_status_names_the_next_leader_and_the_failure(cluster: Cluster) -> None:
+def test_status_names_the_next_leader_and_the_failure(tmp_path: Path) -> None:
     """The next one knows how the dead one ended, though its disk is gone."""
-    asked(cluster, 2, lambda told: "led by n0" in told.stdout)
-    cluster.kill_node(0)
-    cluster.wipe(0)
-    next_leads = r"(?s)generation 2, 2 nodes, 2 ranks, led by n1.*node n0 died"
-    asked(cluster, 2, lambda told: re.search(next_leads, told.stdout))
-    lost = "elastic_resume_incidents_totalnode-lost"  # each agent reads its events once a second
-    cluster.wait(lambda: scrape(cluster, 1)[lost] == 1, "n1 to count the lost node")
-    assert scrape(cluster, 1)["elastic_resume_is_leader"] == 1
+    with start_three_nodes(tmp_path) as cluster:
+        asked(cluster, 2, lambda told: "led by n0" in told.stdout)
+        cluster.kill_node(0)
+        cluster.wipe(0)
+        next_leads = r"(?s)generation 2, 2 nodes, 2 ranks, led by n1.*node n0 died"
+        asked(cluster, 2, lambda told: re.search(next_leads, told.stdout))
+        lost = "elastic_resume_incidents_totalnode-lost"  # each agent reads its events once a second
+        cluster.wait(lambda: scrape(cluster, 1)[lost] == 1, "n1 to count the lost node")
+        assert scrape(cluster, 1)["elastic_resume_is_leader"] == 1

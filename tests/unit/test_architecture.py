@@ -17,7 +17,7 @@ PACKAGE = ROOT / "elastic_resume"
 
 # Imports go from a later layer to an earlier one, or stay within a package.
 LAYERS = """
-    constants errors
+    constants errors bytecode
     units events background
     console machine gpus
     failpoints
@@ -173,7 +173,7 @@ def test_decisions_are_pure(modules: list[Module]) -> None:
 def test_only_atomic_io_makes_files_durable(modules: list[Module]) -> None:
     """fsync, rename and removal of checkpoints go through one module."""
     others = {"checkpoint/atomic_io.py", "testing/cluster.py", "testing/equivalence.py"}
-    others.add("integrations/accelerate.py")  # folders that Accelerate writes
+    others |= {"integrations/accelerate.py", "agent/temporary_dir.py"}  # they hold no checkpoint of ours
     pattern = r"os\.(?:fsync|rename|replace|unlink|rmdir|remove)\(|shutil\.(?:rmtree|move)\("
     calls = {m.path: re.findall(pattern, m.text) for m in modules if m.path not in others}
     assert {path: found for path, found in calls.items() if found} == {}
@@ -308,3 +308,19 @@ def test_no_sentence_is_parsed(modules: list[Module]) -> None:
     }
     assert {row for row in found if row[:2] not in OUTSIDE_TEXTS} == set()
     assert {row[:2] for row in found} == OUTSIDE_TEXTS, "an exception that is not needed any more"
+
+
+def test_no_test_limits_the_process_that_it_shares() -> None:
+    """Such a test may break another one, or what it imports for the first time. Give it its own process.
+
+    Scripts are other processes; so are texts that a test starts, which are no calls here.
+    """
+    limiting = {"setrlimit", "prlimit", "umask", "clock_settime", "settimeofday", "setpriority"}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "tests").rglob("*.py")
+        if "scripts" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in limiting
+    ]
+    assert found == []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import py_compile
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from elastic_resume import cli, config
+from elastic_resume import cli, config, constants
 from elastic_resume.agent import run_help
 from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
+from tests.support.paths import ROOT
 
 TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
 
@@ -236,3 +239,18 @@ def test_only_run_imports_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.split()[0]) == (0, "elastic-resume")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["cli", "agent/torchelastic"])
+def test_damaged_bytecode_of_the_command_names_the_file(tmp_path: Path, module: str) -> None:
+    """A full disk cuts such a file. The exit code says that the machine is at fault."""
+    package = tmp_path / "elastic_resume"
+    shutil.copytree(ROOT / "elastic_resume", package, ignore=shutil.ignore_patterns("__pycache__"))
+    compiled = Path(py_compile.compile(str(package / f"{module}.py")))
+    os.truncate(compiled, compiled.stat().st_size // 2)
+    command = [sys.executable, "-m", "elastic_resume", "run", "train.py"]
+    end = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert end.returncode == constants.EXIT_MACHINE_ERROR
+    assert end.stderr.startswith(f"elastic-resume: error: the compiled Python file {compiled} is damaged")
+    assert end.stderr.count("\n") == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -112,21 +113,29 @@ def test_read_skips_lines_that_are_no_events(tmp_path: Path, line: bytes) -> Non
     assert len(line) < 2 * MAX_LINE_BYTES
 
 
-def test_emit_completes_line_that_lacks_newline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# In a process of its own, which writes no bytecode: a cut .pyc file would stay and break all later imports.
+FILLS_DISK = """
+import resource, sys, time
+from pathlib import Path
+from elastic_resume.events import EventLog
+
+path = Path(sys.argv[1])
+time.time, time.clock_gettime = lambda: 1.5, lambda _: 2.5  # lines of equal length
+log = EventLog(path, node="a")
+log.emit("first")
+size = path.stat().st_size
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size - 1, limits[1]))
+log.emit("other")  # as long as the first
+assert path.stat().st_size == 2 * size - 1
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+log.emit("third")
+log.close()
+"""
+
+
+def test_emit_completes_line_that_lacks_newline(tmp_path: Path) -> None:
     """The next event ends the line; a repetition would count the event twice."""
-    monkeypatch.setattr(time, "time", lambda: 1.5)  # lines of equal length need times of equally many digits
-    monkeypatch.setattr(time, "clock_gettime", lambda _: 2.5)
     path = tmp_path / "events.jsonl"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = EventLog(path, node="a")
-    log.emit("first")
-    size = path.stat().st_size
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size - 1, limits[1]))
-        log.emit("other")  # as long as the first
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.stat().st_size == 2 * size - 1
-    log.emit("third")
-    log.close()
+    subprocess.run([sys.executable, "-B", "-c", FILLS_DISK, str(path)], check=True)
     assert kinds(path) == ["first", "other", "third"]

@@ -30,6 +30,7 @@ def fill_disk(run: er.Run) -> None:
     """Save every second step; from step 3 to 7 no file may grow as large as the state (EFBIG, for ENOSPC)."""
     if run.position.step in {3, 7}:
         limit = 64 << 10 if run.position.step == 3 else resource.RLIM_INFINITY
+        sys.dont_write_bytecode = True  # a cut .pyc file would break all later imports
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     if run.position.step % 2 == 0:
         run.save()
