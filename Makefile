@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+COLLECTED := .venv/.collected
 # Else each of a thousand processes compiles the package, and each pytest rewrites it once more.
 unexport PYTHONDONTWRITEBYTECODE
 # Much of a test of real processes is waiting: on two cores, four at a time. Pure tests do not wait.
@@ -33,6 +34,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -c 'import hypothesis, pytest, torch._dynamo, torch.distributed.checkpoint'
 	touch $@
 
+# Else each process of xdist compiles all tests and what they import, at the same time as the others.
+$(COLLECTED): $(READY)
+	-@$(BIN)/python -m pytest -q --collect-only tests >/dev/null 2>&1
+	@touch $@
+
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
@@ -41,7 +47,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint
+check: lint $(COLLECTED)
 	$(BIN)/python -m pytest -q $(PURE_PARALLEL) -m 'not cluster and not slow'
 
 docs: $(READY)
@@ -70,14 +76,14 @@ browser-tools:
 	fi
 
 # One cluster for all of its tests, so they are one process of their own.
-test-slurm: $(READY) slurm-tools
+test-slurm: $(COLLECTED) slurm-tools
 	$(BIN)/python -m pytest -q tests/system/slurm --durations=5
 
-test-rest: $(READY) network-tools browser-tools
+test-rest: $(COLLECTED) network-tools browser-tools
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --ignore=tests/system/slurm
 
 # Slurm's tests wait nearly all of their time: beside the others they cost next to none.
-test: $(READY) slurm-tools browser-tools
+test: $(COLLECTED) slurm-tools browser-tools
 	@slurm_log=$$(mktemp); trap 'rm -f $$slurm_log' EXIT; trap 'kill $$slurm' INT TERM; \
 	$(MAKE) --no-print-directory test-slurm >$$slurm_log 2>&1 & slurm=$$!; \
 	$(MAKE) --no-print-directory test-rest; status=$$?; \

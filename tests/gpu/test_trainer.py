@@ -9,13 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_resume.integrations.transformers import ElasticTrainer
 from tests.gpu.real_gpu import RealGpu
 from tests.support.fake_gpu import FakeGpu
 
 
+@pytest.fixture(scope="module")
+def trainer_class() -> Any:
+    """The class. Its import takes seconds, which only the worker of xdist that runs this test spends."""
+    from elastic_resume.integrations.transformers import ElasticTrainer  # noqa: PLC0415
+
+    return ElasticTrainer
+
+
 def test_trial_of_a_loss_leaves_generators_of_the_gpu(
-    gpu: RealGpu | FakeGpu, monkeypatch: pytest.MonkeyPatch
+    trainer_class: Any, gpu: RealGpu | FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Trainer's loss is computed twice before training, with dropout perhaps."""
     devices: list[Any] = []
@@ -33,6 +40,6 @@ def test_trial_of_a_loss_leaves_generators_of_the_gpu(
     def compute(_: nn.Module, inputs: Tensor, num_items_in_batch: float) -> Tensor:
         return inputs.sum() / num_items_in_batch
 
-    found = ElasticTrainer._elastic_try_loss(trainer, compute, nn.Linear(1, 1), gpu.put(torch.ones(3)), 4)
+    found = trainer_class._elastic_try_loss(trainer, compute, nn.Linear(1, 1), gpu.put(torch.ones(3)), 4)
     assert found is True
     assert devices == [[0], [0]]

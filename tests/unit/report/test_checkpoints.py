@@ -201,7 +201,7 @@ def test_path_that_is_no_directory_is_refused(
 def elsewhere() -> Iterator[Path]:
     """A directory that others may enter: every pytest that starts takes that right from where its own lie."""
     # The temporary directory may be one that only its owner enters.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:  # noqa: S108
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
         Path(path).chmod(0o755)
         yield Path(path)
 
