@@ -385,6 +385,18 @@ def test_power_cut_while_replacing_checkpoint_loses_no_content(tmp_path: Path) -
             assert checker.check(tree, set(), set()) == ""
 
 
+def test_power_cut_keeps_checkpoint_that_another_writer_had_not_synced(tmp_path: Path) -> None:
+    """A process was killed after its rename; the next one reports the checkpoint as committed."""
+    node_dir = tmp_path / "node"
+    node_dir.mkdir()
+    disk = RecordingDisk(node_dir, "sync_outer_dir")
+    commit(disk, node_dir, (1, 1))
+    disk.operations.pop()  # the first writer told nobody
+    disk._leave_out = ""
+    commit(disk, node_dir, (1, 1))
+    assert set(problems(disk.operations, tmp_path / "after")) == {""}
+
+
 @pytest.mark.parametrize("leave_out", ["sync_file", "sync_inner_dir", "sync_outer_dir"])
 def test_checker_finds_each_missing_sync(tmp_path: Path, leave_out: str) -> None:
     """This proves that the checker above is not blind."""
