@@ -1,20 +1,24 @@
-"""Test that snapshots are served to this user alone, with processes of another user."""
+"""Test both ends of the connection to the snapshot server, also with processes of another user."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.slots.committer import CheckpointCommitter
-from elastic_resume.slots.ipc import SnapshotClient, SnapshotServer
+from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
 from elastic_resume.slots.slot_pool import SlotPool
 from tests.support.snapshot_samples import SLOT_BYTES
 
@@ -77,3 +81,125 @@ def test_client_accepts_server_of_its_own_user_only(user: int) -> None:
         else:
             with pytest.raises(ElasticResumeError, match="belongs to another user"):
                 SnapshotClient(name)
+
+
+@pytest.mark.parametrize("trusted", [None, (3, 120)])
+def test_server_carries_out_requests_without_answer(
+    trusted: tuple[int, int] | None, server: SnapshotServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answered request behind them shows that they were handled."""
+    compared: list[tuple[int, int]] = []
+    monkeypatch.setattr(server._committer, "request_comparison", lambda *request: compared.append(request))
+    client = SnapshotClient(server.socket_name)
+    client.send("start_generation", trusted_version=trusted, keep=7)
+    client.send("compare", snapshot_id=5, generation=2)
+    client.call("reserve", bytes=1)
+    assert server._committer._writer._retention == RetentionPolicy(trusted, 7)
+    assert compared == [(5, 2)]
+    client.close()
+
+
+def test_closed_server_accepts_no_connection(server: SnapshotServer) -> None:
+    """A worker that starts too late learns it at once."""
+    server.close()
+    with pytest.raises(ElasticResumeError, match="does not answer"):
+        SnapshotClient(server.socket_name)
+
+
+@contextlib.contextmanager
+def serving(answer: Callable[[socket.socket], object]) -> Iterator[str]:
+    """Serve one connection in a thread; yield the socket's name."""
+    name = f"elastic_resume-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+        listener.settimeout(60)
+
+        def serve() -> None:
+            with listener.accept()[0] as connection:
+                answer(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield name
+        thread.join()
+
+
+def test_client_without_descriptor_closes_its_connection() -> None:
+    """The server sees the end, though the error keeps the client's frame alive."""
+    received: list[bytes] = []
+
+    def answer_without_descriptor(connection: socket.socket) -> None:
+        connection.settimeout(60)
+        received.append(connection.recv(100))
+        connection.sendall(b"{}\n")
+        received.append(connection.recv(100))
+
+    with (
+        serving(answer_without_descriptor) as name,
+        pytest.raises(ElasticResumeError, match="it sent no descriptor") as error,
+    ):
+        SnapshotClient(name)
+    assert received == [b'{"operation": "hello"}\n', b""]
+    del error
+
+
+def answer_hello(connection: socket.socket) -> None:
+    """Answer the first request, with a descriptor; receive the second."""
+    connection.recv(1000)
+    socket.send_fds(connection, [b"{}\n"], [0])
+    connection.recv(1000)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", "closed the connection"),
+        (b"x" * (MAX_MESSAGE_BYTES + 1), "closed the connection"),
+        (None, "timed out"),
+    ],
+)
+def test_call_ends_when_answer_is_missing_late_or_too_long(answer: bytes | None, error: str) -> None:
+    """The connection is not used again: a late answer would be taken for the next one."""
+    has_ended = threading.Event()
+
+    def answer_badly(connection: socket.socket) -> None:
+        answer_hello(connection)
+        if answer is not None:
+            connection.sendall(answer)
+        if answer != b"":
+            has_ended.wait(60)
+
+    with serving(answer_badly) as name:
+        client = SnapshotClient(name)
+        with pytest.raises(OSError, match=error):
+            client.call("reserve", timeout_s=0.5)
+        has_ended.set()
+        assert client._socket is None
+        client.close()
+
+
+def test_close_wakes_thread_that_waits_for_an_answer() -> None:
+    """Else a process would wait for a committer that hangs."""
+    is_waiting, has_ended = threading.Event(), threading.Event()
+
+    def answer_never(connection: socket.socket) -> None:
+        answer_hello(connection)
+        is_waiting.set()
+        has_ended.wait(60)
+
+    def call(client: SnapshotClient) -> None:
+        with pytest.raises(OSError):  # noqa: PT011 - closed or shut down, by the moment
+            client.call("reserve", timeout_s=None)
+
+    with serving(answer_never) as name:
+        client = SnapshotClient(name)
+        descriptor = client.control_descriptor
+        thread = threading.Thread(target=call, args=(client,), daemon=True)
+        thread.start()
+        is_waiting.wait(60)
+        client.close()
+        thread.join(10)
+        has_ended.set()
+        assert not thread.is_alive()
+        assert not Path(f"/proc/self/fd/{descriptor}").exists()

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-
-@pytest.mark.parametrize(("dies", "output"), [(False, b"started"), (True, b"")])
-def test_worker_whose_supervisor_died_before_its_start_runs_nothing(dies: bool, output: bytes) -> None:
-    """The kernel sends a worker the signal of its parent's death only after the worker has asked for it."""
-    code = f"""
-import _socket, os, sys, time
+# The supervisor ends at once, or when its worker runs, or after it. The output ends when both have ended.
+CODE = """
+import _socket, json, os, signal, sys, time
 from elastic_resume.agent.workers import supervisor
-fork = os.fork
+fork, death = os.fork, sys.argv[1]
 def fork_late():
     parent, pid = os.getpid(), fork()
-    if pid and {dies}:
+    if pid and death == "before":
         os._exit(0)
-    while {dies} and not pid and os.getppid() == parent:
+    while not pid and death == "before" and os.getppid() == parent:
         time.sleep(0.001)
     return pid
-if fork() == 0:  # a supervisor leads a session
-    os.fork = fork_late
-    shim, connection = _socket.socketpair()
+if fork() == 0:
+    os.fork, (shim, connection) = fork_late, _socket.socketpair()
+    numbers = set(os.listdir("/proc/self/fd")) - {str(connection.fileno())}
     supervisor.fork_supervised_worker(connection, set())
-    os.write(1, b"started")
+    leaders = [os.getsid(pid) == pid for pid in (os.getpid(), os.getppid())]
+    listed = set(os.listdir("/proc/self/fd")) - numbers
+    inherited = [number for number in listed if os.path.exists("/proc/self/fd/" + number)]
+    os.write(1, json.dumps([leaders, inherited]).encode())
+    if death == "while it runs":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(0.5)  # nothing to wait for, should the worker live
+        os.write(1, b"alive")
     os._exit(0)
 """
-    # The output ends when worker and supervisor have ended.
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == output
+
+
+@pytest.mark.parametrize("death", ["before", "while it runs", "after"])
+def test_worker_ends_with_its_supervisor_and_inherits_nothing_of_it(death: str) -> None:
+    """The kernel sends the signal of a parent's death only to a worker that has asked for it before."""
+    output = subprocess.run([sys.executable, "-c", CODE, death], capture_output=True, check=True).stdout
+    if death == "before":
+        assert output == b""
+    else:
+        assert json.loads(output) == [[True, True], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import json
 import os
@@ -51,10 +52,9 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
-def accept(listener: socket.socket) -> worker_request._socket.socket:
+def accept(listener: socket.socket) -> _socket.socket:
     """Accept a connection as the supervisor does."""
-    connection, _ = listener.accept()
-    return worker_request._socket.socket(fileno=connection.detach())
+    return _socket.socket(fileno=listener.accept()[0].detach())
 
 
 @needs_root
@@ -174,16 +174,19 @@ def test_accepted_connection_waits_without_limit(listener: socket.socket) -> Non
         assert connection.gettimeout() is None
 
 
-def test_environment_keeps_bytes_and_drops_what_putenv_refuses() -> None:
+def test_request_replaces_environment_and_streams_of_its_receiver() -> None:
     """The kernel passes a variable without a name on, and one whose name has an equals sign."""
     code = """
 import os
 from elastic_resume.agent.workers import worker_request
 worker_request.replace_environment({"": "x", "=A": "y", "B": "\\xff"})
-print(os.environb)
+print(os.environb, flush=True)
+streams = [os.dup(1) for _ in range(3)]
+worker_request.replace_streams(streams)
+print([os.path.exists(f"/proc/self/fd/{stream}") for stream in streams])
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
-    assert found == "environ({b'B': b'\\xff'})\n"
+    assert found == "environ({b'B': b'\\xff'})\n[False, False, False]\n"
 
 
 @pytest.mark.parametrize(("is_stopped", "kills_if_stopped"), [(True, True), (True, False), (False, True)])
