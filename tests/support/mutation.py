@@ -35,7 +35,6 @@ from types import CodeType, FunctionType
 import psutil
 import pytest
 
-BUDGET_S = 6.0  # of the tests that run a block, those that take this long together
 TESTS = {
     "elastic_resume/slots": "slots",
     "elastic_resume/checkpoint": "checkpoint slots/test_committer.py",
@@ -135,8 +134,8 @@ def _list_edits(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
 class MutationRun:
     """The pytest plugin that runs mutants in place of the tests."""
 
-    def __init__(self, mutants: list[Mutant], directory: Path) -> None:
-        self.mutants, self.directory = mutants, directory
+    def __init__(self, mutants: list[Mutant], directory: Path, budget_s: float) -> None:
+        self.mutants, self.directory, self.budget_s = mutants, directory, budget_s
         self.survivors: list[Mutant] = []
         self._functions: dict[str, list[FunctionType]] = defaultdict(list)
         """The functions of each file."""
@@ -157,7 +156,7 @@ class MutationRun:
         print(f"{len(self.mutants)} mutants; {len(self._seconds)} tests take {total_s:.0f} s", flush=True)
         for mutant in self.mutants:
             items: list[pytest.Item] = []
-            left_s = BUDGET_S
+            left_s = self.budget_s
             for item in sorted(self._covering[mutant.block], key=self._seconds.__getitem__):
                 left_s -= self._seconds[item]
                 items += [item] if left_s > 0 or not items else []
@@ -275,7 +274,7 @@ def _detach(log: Path) -> None:
 # ---- command ---------------------------------------------------------------------------------------------
 
 
-def run_in_copy(modules: list[str], directory: Path) -> int:
+def run_in_copy(modules: list[str], directory: Path, budget_s: float) -> int:
     """Run the mutants of ``modules``; print survivors and a table; return how many are not accepted."""
     mutants: list[Mutant] = []
     for module in modules:
@@ -284,7 +283,7 @@ def run_in_copy(modules: list[str], directory: Path) -> int:
             mutants += [mutant for mutant in find_mutants(file) if line in {"", str(mutant.line)}]
     paths = sorted({mutant.block[0] for mutant in mutants})
     names = [name for path in paths for key in TESTS if path.startswith(key) for name in TESTS[key].split()]
-    run = MutationRun(mutants, directory)
+    run = MutationRun(mutants, directory, budget_s)
     options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={directory / 'tests'}"]
     status = pytest.main([*options, *(f"tests/unit/{name}" for name in sorted(set(names)))], plugins=[run])
     if status:
@@ -304,10 +303,11 @@ def main() -> int:
     """Copy the tree, and run there; return 1 if a mutant survives."""
     parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
     parser.add_argument("modules", nargs="+")
+    parser.add_argument("--budget", type=float, default=6.0, metavar="S", help="tests of a mutant, together")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.directory:
-        return min(1, run_in_copy(options.modules, options.directory))
+        return min(1, run_in_copy(options.modules, options.directory, options.budget))
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         tree = Path(directory, "tree")

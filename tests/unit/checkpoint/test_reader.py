@@ -161,16 +161,23 @@ def test_commit_quarantines_other_content_under_its_name(tmp_path: Path, damage:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "kept"), [((0, 8), (1, 0), 0), ((1, 0), (0, 8), 1), ((0, 8), (0, 8), 1)]
+    ("before", "after", "seeds", "kept"),
+    [
+        ((0, 8), (1, 0), (0, 1), 0),
+        ((0, 8), (1, 0), (1, 1), 0),  # the script's end-of-epoch code changed nothing
+        ((1, 0), (0, 8), (0, 1), 1),
+        ((0, 8), (0, 8), (0, 1), 1),
+    ],
 )
 def test_commit_deletes_same_step_earlier_in_epoch(
-    tmp_path: Path, before: tuple[int, int], after: tuple[int, int], kept: int
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int], seeds: tuple[int, int], kept: int
 ) -> None:
     """Any other whole checkpoint stays, because nothing tells which is right."""
-    for seed, (epoch, steps) in enumerate((before, after)):
+    for seed, (epoch, steps) in zip(seeds, (before, after), strict=True):
         manifest = make_manifest(1, 8, state={"seed": seed})
         position = replace(manifest.position, epoch=epoch, step_in_epoch=steps)
         path = save_image(tmp_path, replace(manifest, position=position), make_image(seed))
+    assert deep_check(path, RUN).position == position
     assert read_image(path, deep_check(path, RUN)) == make_image(1)
     assert len(Catalog(tmp_path, RUN).list_quarantined()) == kept
     assert len(list((tmp_path / constants.QUARANTINE_DIR).iterdir())) == 2 * kept
