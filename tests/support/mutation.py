@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +136,7 @@ class MutationRun:
 
     def __init__(self, mutants: list[Mutant], directory: Path, budget_s: float) -> None:
         self.mutants, self.directory, self.budget_s = mutants, directory, budget_s
-        self.survivors: list[Mutant] = []
+        self.counts: Counter[str] = Counter()
         self._functions: dict[str, list[FunctionType]] = defaultdict(list)
         """The functions of each file."""
         self._seconds: dict[pytest.Item, float] = {}
@@ -154,19 +154,26 @@ class MutationRun:
         self._measure(session)
         total_s = sum(self._seconds.values())
         print(f"{len(self.mutants)} mutants; {len(self._seconds)} tests take {total_s:.0f} s", flush=True)
-        for mutant in self.mutants:
-            items: list[pytest.Item] = []
-            left_s = self.budget_s
-            for item in sorted(self._covering[mutant.block], key=self._seconds.__getitem__):
-                left_s -= self._seconds[item]
-                items += [item] if left_s > 0 or not items else []
-            if not items or not self._is_killed(mutant, session, items):
-                self.survivors.append(mutant)
-                line = Path(mutant.block[0]).read_text().splitlines()[mutant.line - 1].strip()
-                print(
-                    f"{mutant.block[0]}:{mutant.line} [{len(items)} tests] {mutant.what} | {line}", flush=True
-                )
+        for path, mutants in itertools.groupby(self.mutants, key=lambda mutant: mutant.block[0]):
+            counts = Counter(self._judge(mutant, session) for mutant in mutants)
+            self.counts += counts
+            print(format_row(path, counts), flush=True)
         return True
+
+    def _judge(self, mutant: Mutant, session: pytest.Session) -> str:
+        """Run the fastest tests of a mutant; return a column of the table."""
+        items: list[pytest.Item] = []
+        left_s = self.budget_s
+        for item in sorted(self._covering[mutant.block], key=self._seconds.__getitem__):
+            left_s -= self._seconds[item]
+            items += [item] if left_s > 0 or not items else []
+        if items and self._is_killed(mutant, session, items):
+            return "killed"
+        if (mutant.block[0], mutant.what) in ACCEPTED:
+            return "accepted"
+        line = Path(mutant.block[0]).read_text().splitlines()[mutant.line - 1].strip()
+        print(f"{mutant.block[0]}:{mutant.line} [{len(items)} tests] {mutant.what} | {line}", flush=True)
+        return "survivors"
 
     def _measure(self, session: pytest.Session) -> None:
         """Run all tests in a fork; record how long each takes, and which blocks it runs.
@@ -214,7 +221,7 @@ class MutationRun:
                             break
                 finally:
                     os._exit(0 if sys.exc_info()[0] is None and not session.testsfailed else 1)
-            end = time.monotonic() + 15 + 4 * sum(self._seconds[item] for item in items)
+            end = time.monotonic() + 10 + 3 * sum(self._seconds[item] for item in items)
             while time.monotonic() < end:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -288,15 +295,14 @@ def run_in_copy(modules: list[str], directory: Path, budget_s: float) -> int:
     status = pytest.main([*options, *(f"tests/unit/{name}" for name in sorted(set(names)))], plugins=[run])
     if status:
         return 1
-    survivors = [mutant for mutant in run.survivors if (mutant.block[0], mutant.what) not in ACCEPTED]
-    print(f"{'module':50} mutants  killed accepted survivors")
-    for path in [*paths, ""]:
-        counts = [
-            sum(m.block[0].startswith(path) for m in found) for found in (mutants, run.survivors, survivors)
-        ]
-        total, left, open_ = counts
-        print(f"{path or 'total':50} {total:7} {total - left:7} {left - open_:8} {open_:9}")
-    return len(survivors)
+    print(format_row("total", run.counts))
+    return run.counts["survivors"]
+
+
+def format_row(name: str, counts: Counter[str]) -> str:
+    """Return a row of the table."""
+    columns = (f"{counts[column]} {column}" for column in ("killed", "accepted", "survivors"))
+    return f"{name}: {counts.total()} mutants, {', '.join(columns)}"
 
 
 def main() -> int:

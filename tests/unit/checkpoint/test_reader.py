@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume import constants
+from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import (
@@ -182,6 +184,34 @@ def test_commit_deletes_same_step_earlier_in_epoch(
     assert len(Catalog(tmp_path, RUN).list_quarantined()) == kept
     assert len(list((tmp_path / constants.QUARANTINE_DIR).iterdir())) == 2 * kept
     assert {entry.name for entry in tmp_path.iterdir()} == {path.name, constants.QUARANTINE_DIR}
+
+
+class DiskThatFailsToClose(Disk):
+    """As some network file systems that report a full disk late."""
+
+    def close(self, descriptor: int, path: Path) -> None:
+        """Close, and fail if it was the image."""
+        super().close(descriptor, path)
+        if path.name == STATE:
+            raise MachineError("cannot close: No space left on device")
+
+
+@pytest.mark.parametrize(("disk", "is_whole"), [(Disk(), True), (DiskThatFailsToClose(), False)])
+def test_commit_closes_data_before_checkpoint_exists(tmp_path: Path, disk: Disk, is_whole: bool) -> None:
+    """An aborted or failed commit leaves neither a file nor a descriptor."""
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    with CheckpointTransaction(tmp_path, 1, 1, disk) as writer:
+        writer.write(b"x")
+    with (
+        contextlib.nullcontext() if is_whole else pytest.raises(MachineError, match="No space"),
+        CheckpointTransaction(tmp_path, 1, 1, disk) as writer,
+    ):
+        with pytest.raises(ValueError, match=r"manifest of \(1, 2\)"):
+            writer.commit(make_manifest(1, 2))
+        writer.write(make_image(1))
+        writer.commit(make_manifest(1, 1))
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1, 1)] * is_whole
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
 
 @pytest.mark.parametrize("manifest", [None, make_manifest(run_id="other").to_bytes(), NEWER])

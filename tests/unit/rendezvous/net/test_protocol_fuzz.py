@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -197,6 +198,57 @@ def test_proof_is_valid_for_its_token_role_run_and_nonces_only() -> None:
         ):
             with pytest.raises(ProtocolError, match="token"):
                 protocol.verify_proof(line, token, of, run, nonces)
+
+
+def test_dialler_refuses_acceptor_without_the_token() -> None:
+    """Another program may listen at the address; it would read what a member sends."""
+    dialler, nonce = protocol.dial(b"token", "run", "a" * 64), "b" * 64
+    next(dialler)
+    dialler.send(protocol.encode_challenge(nonce)[:-1])
+    with pytest.raises(ProtocolError, match="token"):
+        dialler.send(protocol.encode_proof(b"another", "acceptor", "run", ("a" * 64, nonce))[:-1])
+
+
+@pytest.mark.parametrize(
+    ("parse", "changed", "error"),
+    [
+        (lambda line: protocol.parse_greeting(line, "run"), {"status_only": 1}, "neither true nor false"),
+        (protocol.parse_challenge, {"elastic_resume": protocol.VERSION + 1}, "speaks protocol version"),
+        (protocol.parse_challenge, {"elastic_resume": protocol.VERSION + 1, "new": 1}, "speaks protocol"),
+        (protocol.parse_challenge, {"nonce": "0" * 63}, "32 bytes"),
+        (protocol.parse_challenge, {"nonce": "0" * 65}, "32 bytes"),
+        (protocol.parse_challenge, {"nonce": "A" * 64}, "32 bytes"),
+        (protocol.parse_challenge, {"nonce": ["0"] * 64}, "32 bytes"),
+        (protocol.parse_challenge, {"nonce": 0}, "32 bytes"),
+        (lambda line: protocol.verify_proof(line, b"t", "dialler", "r", ("0", "0")), {"proof": 1}, "token"),
+        (lambda line: protocol.verify_proof(line, b"t", "dialler", "r", ("0", "0")), {"proof": "ä"}, "token"),
+    ],
+)
+def test_handshake_refuses_values_of_another_kind(
+    parse: Callable[[bytes], object], changed: dict[str, object], error: str
+) -> None:
+    """Each field is checked before it is used."""
+    line = {"elastic_resume": protocol.VERSION, "nonce": "0" * 64}
+    if "status_only" in changed:
+        line["run"] = "run"
+    with pytest.raises(ProtocolError, match=error):
+        parse(json.dumps(changed if "proof" in changed else line | changed).encode())
+
+
+@pytest.mark.parametrize("kind", ["Nothing", 1, ["Heartbeat"]])
+def test_message_of_unknown_kind_is_refused(kind: object) -> None:
+    """A later version may have more."""
+    line = json.dumps({"header": [0, 0, 0], "type": kind, "body": []}).encode()
+    with pytest.raises(ProtocolError, match="there is no message"):
+        protocol.decode(line)
+
+
+def test_line_reader_refuses_long_line_before_its_end() -> None:
+    """A peer that never ends a line costs no more memory than the limit."""
+    reader = LineReader(10)
+    assert list(reader.feed(b"x" * 10)) == []
+    with pytest.raises(ProtocolError, match="more than 10 bytes"):
+        list(reader.feed(b"x"))
 
 
 @pytest.mark.parametrize("status_only", [False, True])
