@@ -160,8 +160,7 @@ class CheckpointTransaction:
             return True
         # The last step of an epoch has two positions, before and after the script's end-of-epoch code.
         is_later = manifest.epoch_position > present.epoch_position
-        reason = "written again at the end of its epoch" if is_later else "written again with other content"
-        quarantined = self._catalog.quarantine(self._final_path, reason)
+        quarantined = self._catalog.quarantine(self._final_path, "written again with other content")
         self._superseded = quarantined if is_later else None
         return False
 

@@ -36,7 +36,7 @@ import psutil
 import pytest
 
 TESTS = {
-    "elastic_resume/slots": "slots",
+    "elastic_resume/slots": "slots capture/test_snapshotter.py restore/test_warm_memory.py",
     "elastic_resume/checkpoint": "checkpoint slots/test_committer.py",
     "elastic_resume/rendezvous/net": "rendezvous/net",
     "elastic_resume/agent/workers": "agent/workers ../integration/test_launcher_shim.py",

@@ -31,7 +31,7 @@ from elastic_resume.checkpoint.reader import (
     quick_check,
     read_image,
 )
-from elastic_resume.checkpoint.writer import CheckpointTransaction
+from elastic_resume.checkpoint.writer import CheckpointTransaction, CheckpointWriter, RetentionPolicy
 from elastic_resume.errors import (
     CheckpointError,
     CorruptError,
@@ -184,6 +184,20 @@ def test_commit_deletes_same_step_earlier_in_epoch(
     assert len(Catalog(tmp_path, RUN).list_quarantined()) == kept
     assert len(list((tmp_path / constants.QUARANTINE_DIR).iterdir())) == 2 * kept
     assert {entry.name for entry in tmp_path.iterdir()} == {path.name, constants.QUARANTINE_DIR}
+
+
+def test_writer_trusts_only_what_it_wrote_at_that_position(tmp_path: Path) -> None:
+    """Neither another's checkpoint, nor one that was removed, nor the other position of its step."""
+    manifest = make_manifest(1, 1)
+    later = replace(manifest.position, epoch=1, step_in_epoch=0)
+    save_checkpoint(tmp_path)
+    writer = CheckpointWriter(tmp_path, RUN, lambda *_, **__: None)
+    assert not writer.has_trusted((1, 1), manifest.position)
+    writer.start_generation(RetentionPolicy((1, 1)))
+    assert writer.has_trusted((1, 1), manifest.position)
+    assert not writer.has_trusted((1, 1), later)
+    shutil.rmtree(tmp_path / checkpoint_name(1, 1))
+    assert not writer.has_trusted((1, 1), manifest.position)
 
 
 class DiskThatFailsToClose(Disk):

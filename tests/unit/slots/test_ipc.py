@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,6 +96,7 @@ def test_server_carries_out_requests_without_answer(
     client.send("compare", snapshot_id=5, generation=2)
     client.call("reserve", bytes=1)
     assert server._committer._writer._retention == RetentionPolicy(trusted, 7)
+    assert server._committer._writer._trusted_versions == ({trusted} if trusted else set())
     assert compared == [(5, 2)]
     client.close()
 
@@ -198,6 +200,7 @@ def test_close_wakes_thread_that_waits_for_an_answer() -> None:
         thread = threading.Thread(target=call, args=(client,), daemon=True)
         thread.start()
         is_waiting.wait(60)
+        time.sleep(0.1)  # until it receives: the test passes without, but would miss a defect
         client.close()
         thread.join(10)
         has_ended.set()

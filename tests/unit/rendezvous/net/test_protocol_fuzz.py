@@ -235,6 +235,38 @@ def test_handshake_refuses_values_of_another_kind(
         parse(json.dumps(changed if "proof" in changed else line | changed).encode())
 
 
+MEMBER = "node,disk,host:1,1,"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        5,
+        ["1;"],
+        "1",
+        ";".join(["1", "", *[MEMBER] * (codec.MAX_MEMBERS + 1)]),
+        f"1;;{MEMBER},",
+        f"1;;{'n' * 4097},disk,host:1,1,",
+        "1;;ä,disk,host:1,1,",
+        "1;;%ff,disk,host:1,1,",
+        *(f"{number};" for number in ("-1", "1.0", "", "\u0661", "0" * 16 + "1", str((1 << 53) + 1))),
+    ],
+)
+def test_text_that_is_no_view_is_refused(view: object) -> None:
+    """Each limit holds; what is at the limit is a view."""
+    for text in (f"1;;{'n' * 4096},disk,host:1,1,", f"{1 << 53};", f"{'0' * 15}1;"):
+        codec.decode_view(text, "view")
+    with pytest.raises(ProtocolError, match="body: not a view"):
+        codec.decode_view(view, "body")
+
+
+def test_view_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches hold few views, and each within a limit."""
+    monkeypatch.setattr(codec, "MAX_CACHED_CHARS", 2)
+    assert codec.decode_view("1;", "") is codec.decode_view("1;", "")
+    assert codec.decode_view("10;", "") is not codec.decode_view("10;", "")
+
+
 @pytest.mark.parametrize("kind", ["Nothing", 1, ["Heartbeat"]])
 def test_message_of_unknown_kind_is_refused(kind: object) -> None:
     """A later version may have more."""
