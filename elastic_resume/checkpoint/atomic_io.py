@@ -211,6 +211,6 @@ def _start_writeback(descriptor: int, written: int) -> None:
     """Ask the kernel to write out dirty pages whenever another chunk is complete."""
     end = os.lseek(descriptor, 0, os.SEEK_CUR)
     start = (end - written) // _WRITE_CHUNK_BYTES * _WRITE_CHUNK_BYTES
-    if end - start >= _WRITE_CHUNK_BYTES and hasattr(os, "posix_fadvise"):
+    if end - start >= _WRITE_CHUNK_BYTES:
         with contextlib.suppress(OSError):  # the call only advises the kernel
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

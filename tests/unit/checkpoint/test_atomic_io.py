@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import mmap
 import os
 import subprocess
 import sys
@@ -532,6 +533,26 @@ def test_failed_sync_of_directory_is_an_error_unless_unsupported(
         contextlib.nullcontext() if is_ignored else pytest.raises(MachineError, match="cannot sync directory")
     ):
         DISK.sync_dir(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "written"), [(errno.EINVAL, 4096), (errno.EIO, 0)])
+def test_direct_write_is_repeated_only_where_it_is_unsupported(
+    number: int, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fails is an error at once."""
+    write = os.write
+
+    def fail_once(_: int, data: memoryview) -> int:
+        monkeypatch.setattr(os, "write", write)
+        raise OSError(number, "refused")
+
+    page = mmap.mmap(-1, 4096)
+    descriptor = DISK.create(tmp_path / "file")
+    monkeypatch.setattr(os, "write", fail_once)
+    with contextlib.nullcontext() if written else pytest.raises(MachineError, match="refused"):
+        DISK.write(descriptor, memoryview(page), tmp_path / "file")
+    os.close(descriptor)
+    assert (tmp_path / "file").stat().st_size == written
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")

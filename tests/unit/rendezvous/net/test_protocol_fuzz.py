@@ -6,6 +6,8 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import get_args
 
 import pytest
@@ -233,6 +235,63 @@ def test_handshake_refuses_values_of_another_kind(
         line["run"] = "run"
     with pytest.raises(ProtocolError, match=error):
         parse(json.dumps(changed if "proof" in changed else line | changed).encode())
+
+
+class Colour(Enum):
+    """A kind that a message may have."""
+
+    RED = 1
+
+
+@dataclass(frozen=True)
+class Word:
+    """One of two classes."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A field of each kind that a message may have."""
+
+    many: tuple[int, ...]
+    pair: tuple[int, bool]
+    some: frozenset[float]
+    colour: Colour
+    either: Word | View
+    perhaps: Word | None
+    neither: Word | View | None
+
+
+SAMPLE = Sample((1, 2), (3, True), frozenset({0.5}), Colour.RED, Word("a"), Word("b"), Word("c"))
+BAD_VALUES: list[tuple[str, list[object]]] = [
+    ("many", [None, 1, "12", {"1": 2}, [1] * 100_001, [-1], [True], [1.0], [(1 << 53) + 1]]),
+    ("pair", [None, [], [3], [3, True, 4], [3, 1], [3, None]]),
+    ("some", [None, [True], ["0.5"], [-0.5], [1e17], [float("inf")], [float("nan")]]),
+    ("colour", [None, 1, ["RED"], "BLUE", "red"]),
+    ("either", [None, [], ["Word"], ["Word", ["a"], 1], ["Sample", ["a"]], [["Word"], ["a"]], [1, ["a"]]]),
+    ("perhaps", [["Word", ["a"]], [], [None], ["x" * 4097], ["\ud800"], "b"]),
+    ("neither", [["a"], [None]]),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), BAD_VALUES)
+def test_value_of_another_kind_is_refused_in_each_field(name: str, values: list[object]) -> None:
+    """The error names the field. What is left out, or at a limit, is accepted."""
+    good = codec.to_json_value(SAMPLE)
+    at = [field.name for field in fields(Sample)].index(name)
+    for value in values:
+        with pytest.raises(ProtocolError, match=f"^Sample.{name}"):
+            codec.from_json_value(Sample, [*good[:at], value, *good[at + 1 :]])
+
+
+def test_value_of_each_kind_is_read_back() -> None:
+    """Also with its optional fields empty, and at each limit."""
+    limits = replace(SAMPLE, many=(1 << 53,) * 100_000, perhaps=Word("x" * 4096), neither=View(1, ()))
+    for sample in (SAMPLE, replace(SAMPLE, perhaps=None, neither=None), limits):
+        assert codec.from_json_value(Sample, json.loads(json.dumps(codec.to_json_value(sample)))) == sample
+    with pytest.raises(ProtocolError, match=r"^hello: 6 fields instead of 7"):
+        codec.from_json_value(Sample, codec.to_json_value(SAMPLE)[1:], "hello")
 
 
 MEMBER = "node,disk,host:1,1,"
