@@ -542,7 +542,7 @@ def test_direct_write_is_repeated_only_where_it_is_unsupported(
     """A device that fails is an error at once."""
     write = os.write
 
-    def fail_once(_: int, data: memoryview) -> int:
+    def fail_once(*_: object) -> int:
         monkeypatch.setattr(os, "write", write)
         raise OSError(number, "refused")
 

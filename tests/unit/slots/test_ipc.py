@@ -18,10 +18,11 @@ import pytest
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ElasticResumeError
+from elastic_resume.slots import ipc, slot_memory
 from elastic_resume.slots.committer import CheckpointCommitter
-from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
+from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SlotClient, SnapshotClient, SnapshotServer
 from elastic_resume.slots.slot_pool import SlotPool
-from tests.support.snapshot_samples import SLOT_BYTES
+from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 
 OTHER_USER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -206,3 +207,48 @@ def test_close_wakes_thread_that_waits_for_an_answer() -> None:
         has_ended.set()
         assert not thread.is_alive()
         assert not Path(f"/proc/self/fd/{descriptor}").exists()
+
+
+def test_slot_client_maps_slots_that_exist_and_finds_snapshots(server: SnapshotServer) -> None:
+    """Small slots need no thread. A mapping keeps one descriptor, and not that which was received."""
+    client = SlotClient(server.socket_name, 0, is_local_leader=True)
+    assert client.reserve(SLOT_BYTES) == 3
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    states = client.list_writable(SLOT_BYTES)
+    assert (len(states), client._prepare_thread) == (3, None)
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 3  # noqa: PTH208
+    assert client.list_writable(max(state.capacity for state in states) + 1) == []
+    assert client.map_slot(0, states[0].serial + 1) is None
+    slot = client.map_slot(1)
+    assert slot is not None
+    assert slot is client.map_slot(1, states[1].serial)
+    assert client.find_newest() is None
+    snapshot_id = write_snapshot(slot, 3)
+    assert client.find_slot(snapshot_id) is slot
+    assert client.find_slot(snapshot_id + 1) is None
+    newest = client.find_newest()
+    assert newest is not None
+    assert (newest.snapshot_id, newest.manifest.version) == (snapshot_id, (1, 3))
+    client.close()
+
+
+def test_slot_client_prepares_again_only_what_is_missing(
+    server: SnapshotServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread prepares large slots; more may fit after a moment, when smaller ones are gone."""
+    monkeypatch.setattr(slot_memory, "SMALL_SLOT_BYTES", 0)
+    prepared: list[int] = []
+    client = SlotClient(server.socket_name, 0, is_local_leader=True)
+    client.reserve(SLOT_BYTES)
+    assert client.list_writable(SLOT_BYTES) == []
+    assert client._prepare_thread is not None
+    client._prepare_thread.join()
+    monkeypatch.setattr(client, "prepare_slots", lambda nbytes, **_: prepared.append(nbytes))
+    assert len(client.list_writable(SLOT_BYTES)) == 3
+    client.slot_count = 4
+    assert len(client.list_writable(SLOT_BYTES)) == 3
+    assert prepared == []
+    monkeypatch.setattr(ipc, "RESERVE_RETRY_S", -1.0)
+    assert len(client.list_writable(SLOT_BYTES)) == 3
+    assert len(prepared) == 1
+    client.close()
