@@ -326,6 +326,22 @@ def test_view_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert codec.decode_view("10;", "") is not codec.decode_view("10;", "")
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"[]", "exactly the fields"),
+        (b"5", "exactly the fields"),
+        (b'{"header":"123","type":"Heartbeat","body":[]}', "header is not three numbers"),
+        (b'{"header":{"1":1,"2":2,"3":3},"type":"Heartbeat","body":[]}', "header is not three numbers"),
+        (b'{"header":[1,2],"type":"Heartbeat","body":[]}', "header is not three numbers"),
+    ],
+)
+def test_line_that_is_no_message_is_refused(line: bytes, error: str) -> None:
+    """The error says what is wrong with it."""
+    with pytest.raises(ProtocolError, match=error):
+        protocol.decode(line)
+
+
 @pytest.mark.parametrize("kind", ["Nothing", 1, ["Heartbeat"]])
 def test_message_of_unknown_kind_is_refused(kind: object) -> None:
     """A later version may have more."""
