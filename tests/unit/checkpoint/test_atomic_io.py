@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -551,6 +552,9 @@ def test_direct_write_is_repeated_only_where_it_is_unsupported(
     monkeypatch.setattr(os, "write", fail_once)
     with contextlib.nullcontext() if written else pytest.raises(MachineError, match="refused"):
         DISK.write(descriptor, memoryview(page), tmp_path / "file")
+    assert (
+        not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+    )  # which would refuse an odd number of bytes
     os.close(descriptor)
     assert (tmp_path / "file").stat().st_size == written
 

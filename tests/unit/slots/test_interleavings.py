@@ -297,13 +297,14 @@ def copy_late(node: SharedNode) -> None:
     node.control.set_copying(1, 0)
 
 
-LATE_STORES: dict[str, tuple[Sequence[Actor], Sequence[Actor]]] = {  # what happens before, and the actors
+LATE_STORES: dict[str, tuple[int, Sequence[Actor], Sequence[Actor]]] = {  # also what happens before
     "a pinned snapshot is written again": (
-        [lambda node: node.write(NEW), lambda node: node.write_share(NEW)], [COMMIT, write_chosen_again],
+        2, [COMMIT, write_chosen_again], [lambda node: node.write(NEW), lambda node: node.write_share(NEW)],
     ),
     "a rank copies into the next snapshot's slot": (
-        [lambda node: node.write(NEW), lambda node: node.given_up.add(NEW)],
+        1,
         [copy_late, lambda node: node.write(NEXT, share_count=1)],
+        [lambda node: node.write(NEW), lambda node: node.given_up.add(NEW)],
     ),
 }  # fmt: skip
 
@@ -314,10 +315,9 @@ def test_stores_seen_late_tear_no_snapshot_only_with_barriers(
     scenario: str, has_barriers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process stores one word, then loads another's: without a barrier both may load old values."""
-    before, actors = LATE_STORES[scenario]
     monkeypatch.setattr(slot_memory, "barrier", SteppedWords.show_stores if has_barriers else lambda: None)
     with contextlib.nullcontext() if has_barriers else pytest.raises(AssertionError):
-        assert sum(1 for _ in explore(1, actors, before, are_stores_late=True)) > 20
+        assert sum(1 for _ in explore(*LATE_STORES[scenario], are_stores_late=True)) > 20
 
 
 def take_without_clearing(slot: Slot, snapshot_id: int) -> bool:
