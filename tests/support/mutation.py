@@ -187,6 +187,9 @@ class MutationRun:
         Each block writes its name into a file first: a coverage tool would lose what a killed process did.
         """
         names, result = self.directory / "names", self.directory / "measured"
+        self.directory.chmod(0o711)
+        names.touch()
+        names.chmod(0o666)  # processes of other users write there too
         with contextlib.ExitStack() as stack:
             trees = {path: _mark_blocks(path, names) for path in {mutant.block[0] for mutant in self.mutants}}
             for path, tree in trees.items():
