@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -n 4 --dist worksteal
 PURE_PARALLEL := -n 3 --dist worksteal
 
-.PHONY: demo test test-slurm test-rest flaky lint check docs simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
+.PHONY: demo test test-slurm test-rest flaky mutate lint check docs simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test     every test, real processes included"
 	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
 	@echo "make flaky TESTS=... N=50  runs tests N times under a random load (without TESTS: hours)"
+	@echo "make mutate MODULES=...  removes each guard of these modules in turn; prints those that no test misses"
 	@echo "make check    lint, types and the pure tests (under a minute)"
 	@echo "make docs     the documentation's site in docs/_build/html, with warnings as errors"
 	@echo "make simulate SEEDS=N FIRST=F  N schedules of faults against the rendezvous, from seed F on"
@@ -94,6 +95,12 @@ TESTS ?= tests -m cluster --ignore=tests/system/slurm
 N ?= 50
 flaky: $(READY) network-tools browser-tools
 	$(BIN)/python -m tests.support.flaky --runs $(N) $(TESTS)
+
+# Some ten minutes for a package. A line of a module may be named: elastic_resume/slots/ipc.py:69.
+MODULES ?= elastic_resume/slots elastic_resume/checkpoint elastic_resume/rendezvous/net \
+	elastic_resume/agent/workers elastic_resume/state/load_objects.py elastic_resume/restore
+mutate: $(READY)
+	$(BIN)/python -m tests.support.mutation $(MODULES)
 
 # A failing schedule prints the command that plays it again. FIRST=0 plays those that `make check` begins with.
 FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))

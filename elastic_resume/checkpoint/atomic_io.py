@@ -25,7 +25,7 @@ from elastic_resume.errors import MachineError
 
 _WRITE_CHUNK_BYTES = 16 << 20  # bytes of one write(2) and of one writeback request
 DIRECT_IO_ALIGNMENT = 4096  # alignment of address, offset and length for O_DIRECT; no device needs more
-_ADVICE_BY_ERRNO = {
+_ADVICE_BY_ERRNO: dict[int | None, str] = {
     errno.ENOSPC: "free space there, or lower --keep",
     errno.EDQUOT: "the quota is used up: free space there, or lower --keep",
     errno.EFBIG: "the file size limit of this process or file system is too small (ulimit -f)",
@@ -49,7 +49,7 @@ def translate_os_errors(operation: str, path: Path) -> Iterator[None]:
         failpoints.hit("disk.request")
         yield
     except OSError as error:
-        advice = _ADVICE_BY_ERRNO.get(error.errno or 0, "check the directory and the disk under it")
+        advice = _ADVICE_BY_ERRNO.get(error.errno, "check the directory and the disk under it")
         reason = error.strerror or str(error)
         raise MachineError(f"cannot {operation} {path}: {reason}; {advice}.") from error
 
@@ -76,14 +76,14 @@ class Disk:
         """Create a directory and its missing parents durably; an existing directory is synced too."""
         with translate_os_errors("make directory", path):
             is_missing = not path.exists()
-        if is_missing and path.parent != path:
+        if is_missing:
             self.make_dirs(path.parent)
             try:
                 self.mkdir(path)
             except MachineError:
                 if not path.is_dir():  # another node may have just created it
                     raise
-        if path.parent != path and os.access(path.parent, os.R_OK):
+        if os.access(path.parent, os.R_OK):
             self.sync_dir(path.parent)
 
     def create(self, path: Path) -> int:
@@ -211,6 +211,6 @@ def _start_writeback(descriptor: int, written: int) -> None:
     """Ask the kernel to write out dirty pages whenever another chunk is complete."""
     end = os.lseek(descriptor, 0, os.SEEK_CUR)
     start = (end - written) // _WRITE_CHUNK_BYTES * _WRITE_CHUNK_BYTES
-    if end - start >= _WRITE_CHUNK_BYTES and hasattr(os, "posix_fadvise"):
+    if end - start >= _WRITE_CHUNK_BYTES:
         with contextlib.suppress(OSError):  # the call only advises the kernel
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

@@ -60,7 +60,6 @@ class CheckpointTransaction:
         self._bytes_written = 0
         self._descriptor = -1
         self._superseded: Path | None = None  # deleted once this checkpoint is durable
-        self._is_open = True
         try:
             self._hit_failpoint("commit.before-data")
             disk.mkdir(self._temporary_path)
@@ -120,9 +119,6 @@ class CheckpointTransaction:
 
     def abort(self) -> None:
         """Remove uncommitted data; never raises, so that the first error is the one reported."""
-        if not self._is_open:
-            return
-        self._is_open = False
         with contextlib.suppress(MachineError):
             self._close_data()
         with contextlib.suppress(MachineError):
@@ -142,7 +138,6 @@ class CheckpointTransaction:
     def _publish(self) -> None:
         self._hit_failpoint("commit.before-rename")
         self._disk.rename(self._temporary_path, self._final_path)
-        self._is_open = False
         self._hit_failpoint("commit.after-rename")
         self._disk.sync_dir(self._node_dir)
         if self._superseded is not None:
@@ -165,8 +160,7 @@ class CheckpointTransaction:
             return True
         # The last step of an epoch has two positions, before and after the script's end-of-epoch code.
         is_later = manifest.epoch_position > present.epoch_position
-        reason = "written again at the end of its epoch" if is_later else "written again with other content"
-        quarantined = self._catalog.quarantine(self._final_path, reason)
+        quarantined = self._catalog.quarantine(self._final_path, "written again with other content")
         self._superseded = quarantined if is_later else None
         return False
 

@@ -239,7 +239,7 @@ def test_worker_ignoring_sigterm_is_killed_after_grace_period(
 def test_signal_after_failure_of_same_round_kills_at_once(
     environ: dict[str, str], start: Any, tmp_path: Path
 ) -> None:
-    """It means a restart. A failure of an older round does not count."""
+    """It means a restart. Failures of an older round and of stopped workers do not count."""
     signalled = tmp_path / "signalled"
     code = (
         f"import os, pathlib, signal, time; signalled = pathlib.Path({str(signalled)!r});"
@@ -248,6 +248,13 @@ def test_signal_after_failure_of_same_round_kills_at_once(
     )
     process = start(*python(code))
     worker = wait_for_pid(tmp_path / "pid")
+    assert start("/bin/sh", "-c", "exit 0").wait(30) == 0
+    stopped = start(
+        "/bin/sh", "-c", f"trap 'exit 3' TERM; echo $$ > {tmp_path / 'stopped'}; while :; do sleep 0.05; done"
+    )
+    wait_for_pid(tmp_path / "stopped")
+    stopped.terminate()
+    assert stopped.wait(30) == 3
     environ[constants.ENV_GENERATION] = "1"
     assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
     process.terminate()
@@ -272,6 +279,15 @@ def test_orphans_of_worker_are_killed(start: Any, tmp_path: Path) -> None:
     )
     assert process.wait(30) == 4
     assert not any(is_alive(wait_for_pid(path)) for path in (other_session, daemon))
+
+
+@pytest.mark.usefixtures("lease_page")
+def test_failed_worker_leaves_orphans_no_time(environ: dict[str, str], tmp_path: Path) -> None:
+    """The next generation waits for them; those of a worker that succeeded may clean up."""
+    command = f"sleep 600 & echo $! > {tmp_path / 'orphan'}; exit 3"
+    with changed_shim("supervisor.LEFTOVERS_GRACE_S = 600", environ, "/bin/sh", "-c", command) as process:
+        assert process.wait(30) == 3
+        assert not is_alive(wait_for_pid(tmp_path / "orphan"))
 
 
 def stubborn(tmp_path: Path) -> tuple[str, ...]:

@@ -230,7 +230,7 @@ class WorkerSupervisor:
             return
         if status != 0 and self._stopped_at is None:
             self._lease.record_failure()
-        kill_leftovers(self._lease, at_once=self._lease_expired or self._lease.has_no_grace())
+        kill_leftovers(self._lease, at_once=self._lease.has_no_grace())
         self._write_exit(status)
         if self._lease_expired and not self._stop_requested and self._wait_for_agent():
             status = int(signal.SIGKILL)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import types
 import typing
 from collections.abc import Callable
@@ -42,7 +41,7 @@ _view_cache: dict[str, View] = {}
 def pack_view(view: View) -> str:
     """Return the text of a view."""
     cached = _text_cache.get(id(view))
-    if cached is not None and cached[0] is view:
+    if cached is not None:  # it keeps the view, so that no other one has its id
         return cached[1]
     leader = _pack_member(view.leader) if view.leader else ""
     text = ";".join([str(view.generation), leader, *map(_pack_member, view.members)])
@@ -155,7 +154,7 @@ def decode_int(value: Any, where: str) -> int:
 
 
 def _decode_float(value: Any, where: str) -> float:
-    if type(value) not in {int, float} or not math.isfinite(value) or not 0 <= value <= _MAX_INT:
+    if type(value) not in {int, float} or not 0 <= value <= _MAX_INT:
         raise ProtocolError(f"{where}: not a number in range")
     return float(value)
 

@@ -9,7 +9,14 @@ names may have reached the device, in any order. Only a rename is atomic.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import itertools
+import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +25,12 @@ from random import Random
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.atomic_io import DISK, Disk, translate_os_errors
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check, parse_checkpoint_name
 from elastic_resume.checkpoint.writer import CheckpointTransaction
-from elastic_resume.errors import CheckpointError
+from elastic_resume.errors import CheckpointError, MachineError
 from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, make_image, make_manifest
 
 pytestmark = pytest.mark.slow
@@ -385,6 +392,18 @@ def test_power_cut_while_replacing_checkpoint_loses_no_content(tmp_path: Path) -
             assert checker.check(tree, set(), set()) == ""
 
 
+def test_power_cut_keeps_checkpoint_that_another_writer_had_not_synced(tmp_path: Path) -> None:
+    """A process was killed after its rename; the next one reports the checkpoint as committed."""
+    node_dir = tmp_path / "node"
+    node_dir.mkdir()
+    disk = RecordingDisk(node_dir, "sync_outer_dir")
+    commit(disk, node_dir, (1, 1))
+    disk.operations.pop()  # the first writer told nobody
+    disk._leave_out = ""
+    commit(disk, node_dir, (1, 1))
+    assert set(problems(disk.operations, tmp_path / "after")) == {""}
+
+
 @pytest.mark.parametrize("leave_out", ["sync_file", "sync_inner_dir", "sync_outer_dir"])
 def test_checker_finds_each_missing_sync(tmp_path: Path, leave_out: str) -> None:
     """This proves that the checker above is not blind."""
@@ -445,6 +464,147 @@ def test_power_cut_keeps_directories_of_make_dirs(tmp_path: Path) -> None:
     disk.make_dirs(root / "ckpt" / "run" / "node")
     *_, (_, tree) = crashes(disk.operations, 0)
     assert "ckpt/run/node/" in tree
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return the list of the system calls that make files durable, with the names of their files."""
+    made: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(descriptor: int) -> None:
+        made.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        made.append(("rename", target.name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    return made
+
+
+def test_disk_asks_the_kernel_for_each_sync(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    """The models above know what `Disk` is asked for, and not what it does."""
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    DISK.make_dirs(tmp_path / "run" / "node")
+    assert calls[-2:] == [("fsync", tmp_path.name), ("fsync", "run")]
+    calls.clear()
+    DISK.write_atomic(tmp_path / "run" / "file", b"new")
+    (_, temporary), *rest = calls
+    assert (temporary.startswith(constants.TEMPORARY_PREFIX), rest) == (
+        True,
+        [("rename", "file"), ("fsync", "run")],
+    )
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+    with pytest.raises(MachineError, match=r"cannot create .*File exists"):
+        DISK.create(tmp_path / "run" / "file")
+    with pytest.raises(MachineError, match=r"cannot sync directory .*Not a directory"):
+        DISK.sync_dir(tmp_path / "run" / "file")
+
+
+def test_disk_removes_links_and_temporary_files_only(tmp_path: Path) -> None:
+    """A link in a checkpoint's place may lead to a directory of its user."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    (tmp_path / "tree").mkdir()
+    for link in (tmp_path / "tree" / "link", tmp_path / "link"):
+        link.symlink_to(kept)
+    for path in (tmp_path / "tree", tmp_path / "link"):
+        DISK.remove_tree(path)
+    with pytest.raises(MachineError, match="cannot rename"):
+        DISK.write_atomic(kept, b"a directory is there")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (kept / "file").exists()
+
+
+@pytest.mark.parametrize(("number", "is_ignored"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_failed_sync_of_directory_is_an_error_unless_unsupported(
+    number: int, is_ignored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network file systems refuse it."""
+
+    def fail(_: int) -> None:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with (
+        contextlib.nullcontext() if is_ignored else pytest.raises(MachineError, match="cannot sync directory")
+    ):
+        DISK.sync_dir(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "written"), [(errno.EINVAL, 4096), (errno.EIO, 0)])
+def test_direct_write_is_repeated_only_where_it_is_unsupported(
+    number: int, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fails is an error at once."""
+    write = os.write
+
+    def fail_once(*_: object) -> int:
+        monkeypatch.setattr(os, "write", write)
+        raise OSError(number, "refused")
+
+    page = mmap.mmap(-1, 4096)
+    descriptor = DISK.create(tmp_path / "file")
+    monkeypatch.setattr(os, "write", fail_once)
+    with contextlib.nullcontext() if written else pytest.raises(MachineError, match="refused"):
+        DISK.write(descriptor, memoryview(page), tmp_path / "file")
+    assert (
+        not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+    )  # which would refuse an odd number of bytes
+    os.close(descriptor)
+    assert (tmp_path / "file").stat().st_size == written
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
+def test_make_dirs_makes_directory_in_one_that_it_may_not_read(tmp_path: Path) -> None:
+    """A directory that cannot be read cannot be synced either."""
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked").chmod(0o333)
+    code = (
+        "import os; from pathlib import Path; from elastic_resume.checkpoint.atomic_io import DISK;"
+        " os.chdir(os.sys.argv[1]); os.setuid(65534); DISK.make_dirs(Path('new'))"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "locked"], check=True)
+    assert (tmp_path / "locked" / "new").is_dir()
+
+
+class DiskBesideAnotherNode(Disk):
+    """Another node makes the same directories at the same time, or removes them."""
+
+    def __init__(self, *, makes: bool) -> None:
+        self.makes = makes
+
+    def mkdir(self, path: Path) -> None:
+        """Fail, since the other node was first."""
+        if self.makes:
+            path.mkdir()
+        raise MachineError(f"cannot make directory {path}")
+
+
+def test_make_dirs_accepts_directory_that_another_node_has_just_made(tmp_path: Path) -> None:
+    """It raises the error if there is none then."""
+    DiskBesideAnotherNode(makes=True).make_dirs(tmp_path / "run" / "node")
+    assert (tmp_path / "run" / "node").is_dir()
+    with pytest.raises(MachineError, match="cannot make directory"):
+        DiskBesideAnotherNode(makes=False).make_dirs(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError("odd"), "cannot write /x: odd; check the directory"),
+        (OSError(errno.ENOSPC, "full"), "cannot write /x: full; free space there"),
+        (OSError(errno.ELOOP, "loop"), "cannot write /x: loop; check the directory"),
+    ],
+)
+def test_error_says_what_failed_where_why_and_what_to_do(error: OSError, text: str) -> None:
+    """An error of a library may have no number."""
+    with pytest.raises(MachineError, match=text), translate_os_errors("write", Path("/x")):
+        raise error
 
 
 def test_replayed_record_equals_disk(tmp_path: Path) -> None:

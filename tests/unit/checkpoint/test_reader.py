@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume import constants
+from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import (
@@ -29,7 +31,7 @@ from elastic_resume.checkpoint.reader import (
     quick_check,
     read_image,
 )
-from elastic_resume.checkpoint.writer import CheckpointTransaction
+from elastic_resume.checkpoint.writer import CheckpointTransaction, CheckpointWriter, RetentionPolicy
 from elastic_resume.errors import (
     CheckpointError,
     CorruptError,
@@ -161,20 +163,69 @@ def test_commit_quarantines_other_content_under_its_name(tmp_path: Path, damage:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "kept"), [((0, 8), (1, 0), 0), ((1, 0), (0, 8), 1), ((0, 8), (0, 8), 1)]
+    ("before", "after", "seeds", "kept"),
+    [
+        ((0, 8), (1, 0), (0, 1), 0),
+        ((0, 8), (1, 0), (1, 1), 0),  # the script's end-of-epoch code changed nothing
+        ((1, 0), (0, 8), (0, 1), 1),
+        ((0, 8), (0, 8), (0, 1), 1),
+    ],
 )
 def test_commit_deletes_same_step_earlier_in_epoch(
-    tmp_path: Path, before: tuple[int, int], after: tuple[int, int], kept: int
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int], seeds: tuple[int, int], kept: int
 ) -> None:
     """Any other whole checkpoint stays, because nothing tells which is right."""
-    for seed, (epoch, steps) in enumerate((before, after)):
+    for seed, (epoch, steps) in zip(seeds, (before, after), strict=True):
         manifest = make_manifest(1, 8, state={"seed": seed})
         position = replace(manifest.position, epoch=epoch, step_in_epoch=steps)
         path = save_image(tmp_path, replace(manifest, position=position), make_image(seed))
+    assert deep_check(path, RUN).position == position
     assert read_image(path, deep_check(path, RUN)) == make_image(1)
     assert len(Catalog(tmp_path, RUN).list_quarantined()) == kept
     assert len(list((tmp_path / constants.QUARANTINE_DIR).iterdir())) == 2 * kept
     assert {entry.name for entry in tmp_path.iterdir()} == {path.name, constants.QUARANTINE_DIR}
+
+
+def test_writer_trusts_only_what_it_wrote_at_that_position(tmp_path: Path) -> None:
+    """Neither another's checkpoint, nor one that was removed, nor the other position of its step."""
+    manifest = make_manifest(1, 1)
+    later = replace(manifest.position, epoch=1, step_in_epoch=0)
+    save_checkpoint(tmp_path)
+    writer = CheckpointWriter(tmp_path, RUN, lambda *_, **__: None)
+    assert not writer.has_trusted((1, 1), manifest.position)
+    writer.start_generation(RetentionPolicy((1, 1)))
+    assert writer.has_trusted((1, 1), manifest.position)
+    assert not writer.has_trusted((1, 1), later)
+    shutil.rmtree(tmp_path / checkpoint_name(1, 1))
+    assert not writer.has_trusted((1, 1), manifest.position)
+
+
+class DiskThatFailsToClose(Disk):
+    """As some network file systems that report a full disk late."""
+
+    def close(self, descriptor: int, path: Path) -> None:
+        """Close, and fail if it was the image."""
+        super().close(descriptor, path)
+        if path.name == STATE:
+            raise MachineError("cannot close: No space left on device")
+
+
+@pytest.mark.parametrize(("disk", "is_whole"), [(Disk(), True), (DiskThatFailsToClose(), False)])
+def test_commit_closes_data_before_checkpoint_exists(tmp_path: Path, disk: Disk, is_whole: bool) -> None:
+    """An aborted or failed commit leaves neither a file nor a descriptor."""
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    with CheckpointTransaction(tmp_path, 1, 1, disk) as writer:
+        writer.write(b"x")
+    with (
+        contextlib.nullcontext() if is_whole else pytest.raises(MachineError, match="No space"),
+        CheckpointTransaction(tmp_path, 1, 1, disk) as writer,
+    ):
+        with pytest.raises(ValueError, match=r"manifest of \(1, 2\)"):
+            writer.commit(make_manifest(1, 2))
+        writer.write(make_image(1))
+        writer.commit(make_manifest(1, 1))
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1, 1)] * is_whole
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
 
 @pytest.mark.parametrize("manifest", [None, make_manifest(run_id="other").to_bytes(), NEWER])

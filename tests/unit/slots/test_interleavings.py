@@ -1,7 +1,9 @@
 """Try the orders in which processes access a slot, with few preemptions, and with rules taken away.
 
 Each actor is a thread that stops before each access of a shared word, and of a byte of a snapshot. Only one
-runs at a time. The memory model is sequential consistency; `slot_memory.barrier` is what makes it so.
+runs at a time. There are two memory models. In one, others see a store at once. In the other, which shows
+where a barrier is missing, they see it as late as total store order allows: when the storing thread reaches
+a barrier, stores a byte of a snapshot, or ends. That thread itself sees it at once.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -30,7 +32,8 @@ Deviations = tuple[tuple[int, int], ...]  # (number of the access, actor that ru
 class Turns:
     """Lets one actor run at a time, from one access to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_stores_late: bool) -> None:
+        self.are_stores_late = are_stores_late
         self.paused = threading.Semaphore(0)
         self.turn_by_thread: dict[int, threading.Semaphore] = {}
         self.failures: list[BaseException] = []
@@ -57,11 +60,15 @@ class Turns:
 
         def act(index: int) -> None:
             self.turn_by_thread[threading.get_ident()] = turns[index]
+            if self.are_stores_late:
+                SteppedWords.unseen[threading.get_ident()] = []
             turns[index].acquire()
             try:
                 actors[index](node)
             except BaseException as error:  # noqa: BLE001  raised below
                 self.failures.append(error)
+            SteppedWords.show_stores()
+            SteppedWords.unseen.pop(threading.get_ident(), None)
             alive.discard(index)
             self.paused.release()
 
@@ -89,42 +96,60 @@ class Turns:
 class SteppedWords:
     """The words of the control block; an actor stops before it accesses one."""
 
+    unseen: ClassVar[dict[int, list[tuple[Any, int, int]]]] = {}
+    """For each actor whose stores others see late: those they do not see yet."""
+
     def __init__(self, words: Any, turns: Turns) -> None:
         self.words, self.turns = words, turns
 
     def __getitem__(self, index: Any) -> Any:
         self.turns.pause()
-        return self.words[index]
+        own = {at: value for _, at, value in self.unseen.get(threading.get_ident(), ())}
+        if isinstance(index, slice):
+            return [own.get(at, self.words[at]) for at in range(*index.indices(len(self.words)))]
+        return own.get(index, self.words[index])
 
     def __setitem__(self, index: int, value: int) -> None:
         self.turns.pause()
-        self.words[index] = value
+        if threading.get_ident() in self.unseen:
+            self.unseen[threading.get_ident()].append((self.words, index, value))
+        else:
+            self.words[index] = value
+
+    @classmethod
+    def show_stores(cls) -> None:
+        """Let all actors see what this one has stored, as a barrier does."""
+        stores = cls.unseen.get(threading.get_ident(), [])
+        for words, index, value in stores:
+            words[index] = value
+        stores.clear()
 
 
 class SharedNode:
     """A pool with two slots, in which snapshot OLD is complete, and what actors do with it."""
 
-    def __init__(self) -> None:
-        self.turns = Turns()
+    def __init__(self, *, are_stores_late: bool = False) -> None:
+        self.turns = Turns(are_stores_late=are_stores_late)
         self.pool = SlotPool(8 * BYTES)
         self.control = self.pool.control_block
         self.control._words = SteppedWords(self.control._words, self.turns)  # type: ignore[assignment]
         self.pool._create_slots(BYTES, min_count=2)
         self.attempts: dict[int, int] = {}
         self.newest_complete = 0
+        self.before: list[SlotState] = []  # the slots before the last act of a scenario's preparation
         self.given_up: set[int] = set()  # snapshots that may be lost though they were complete
         self.write(OLD, share_count=1)
 
-    def write(self, snapshot_id: int, *, share_count: int = 2) -> None:
+    def write(self, snapshot_id: int, *, share_count: int = 2, chosen: SlotState | None = None) -> None:
         """Write a snapshot as local leader, without the other rank's share."""
-        chosen = slot_memory.choose_overwritable(self.read_slots())
+        chosen = chosen or slot_memory.choose_overwritable(self.read_slots())
         slot = self.map_slot(chosen) if chosen is not None else None
         if slot is None:
             return
         attempt = self.attempts[snapshot_id] = self.attempts.get(snapshot_id, 0) + 1
         if attempt > 1:  # the share of a late rank may have completed it just now
             self.given_up.add(snapshot_id)
-        if not slot.take(snapshot_id):
+        if not slot.take(snapshot_id) or self.control.is_copying_older([1], snapshot_id):
             return
         self.store(slot, LEADER_BYTES[:2], snapshot_id % 100 + attempt)  # read at the time of the attempt
         slot.announce(snapshot_id, share_count=share_count)
@@ -156,6 +181,7 @@ class SharedNode:
         """Store one byte after the other."""
         for place in places:
             self.turns.pause()
+            SteppedWords.show_stores()  # stores become visible in program order
             slot.memory[place] = value
 
     def commit(self) -> None:
@@ -229,13 +255,18 @@ SCENARIOS: dict[str, tuple[int, Sequence[Actor]]] = {  # the number of preemptio
 }  # fmt: skip
 
 
-def explore(preemptions: int, actors: Sequence[Actor]) -> Iterator[Deviations]:
+def explore(
+    preemptions: int, actors: Sequence[Actor], before: Sequence[Actor] = (), *, are_stores_late: bool = False
+) -> Iterator[Deviations]:
     """Run the actors in each order, with fewest preemptions first; yield each schedule that has passed."""
     for order in permutations(actors):
         pending: list[Deviations] = [()]
         while pending:
             deviations = pending.pop(0)
-            node = SharedNode()
+            node = SharedNode(are_stores_late=are_stores_late)
+            for act in before:
+                node.before = node.read_slots()
+                act(node)
             try:
                 choices = node.turns.run(node, order, deviations)
             finally:
@@ -252,6 +283,41 @@ def explore(preemptions: int, actors: Sequence[Actor]) -> Iterator[Deviations]:
 def test_every_interleaving_keeps_complete_snapshots_whole(scenario: str) -> None:
     """The newest is never lost."""
     assert sum(1 for _ in explore(*SCENARIOS[scenario])) > 50
+
+
+def write_chosen_again(node: SharedNode) -> None:
+    """Write NEW again, into the slot in which the other rank completes it after the choice."""
+    node.write(NEW, share_count=1, chosen=next(state for state in node.before if state.snapshot_id == NEW))
+
+
+def copy_late(node: SharedNode) -> None:
+    """Copy the other rank's share of NEW, as `capture` does."""
+    node.control.set_copying(1, NEW)
+    node.write_share(NEW)
+    node.control.set_copying(1, 0)
+
+
+LATE_STORES: dict[str, tuple[int, Sequence[Actor], Sequence[Actor]]] = {  # also what happens before
+    "a pinned snapshot is written again": (
+        2, [COMMIT, write_chosen_again], [lambda node: node.write(NEW), lambda node: node.write_share(NEW)],
+    ),
+    "a rank copies into the next snapshot's slot": (
+        1,
+        [copy_late, lambda node: node.write(NEXT, share_count=1)],
+        [lambda node: node.write(NEW), lambda node: node.given_up.add(NEW)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has_barriers", [True, False])
+@pytest.mark.parametrize("scenario", LATE_STORES)
+def test_stores_seen_late_tear_no_snapshot_only_with_barriers(
+    scenario: str, has_barriers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process stores one word, then loads another's: without a barrier both may load old values."""
+    monkeypatch.setattr(slot_memory, "barrier", SteppedWords.show_stores if has_barriers else lambda: None)
+    with contextlib.nullcontext() if has_barriers else pytest.raises(AssertionError):
+        assert sum(1 for _ in explore(*LATE_STORES[scenario], are_stores_late=True)) > 20
 
 
 def take_without_clearing(slot: Slot, snapshot_id: int) -> bool:

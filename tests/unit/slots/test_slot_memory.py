@@ -285,6 +285,29 @@ def test_close_frees_all_slots() -> None:
     assert count_slot_descriptors() == before
 
 
+@pytest.mark.parametrize(("hard", "pins"), [(True, (7, 0)), (False, (0, 7))])
+def test_pin_is_stored_by_its_kind_until_the_last_reader_ends(
+    hard: bool, pins: tuple[int, int], pool: SlotPool
+) -> None:
+    """A slot that has been replaced is not pinned, and has no descriptor."""
+    pool.reserve(BYTES)
+    state = replace(pool.control_block.read_slots()[0], snapshot_id=7)
+    record = pool.control_block.slot_record(state.index)
+
+    def stored() -> tuple[int, int]:
+        return record.get("pinned"), record.get("soft_pinned")
+
+    with pool.pin(state, hard=hard):
+        with pool.pin(state, hard=hard):
+            assert stored() == pins
+        assert stored() == pins
+    assert stored() == (0, 0)
+    with pool.pin(replace(state, serial=state.serial + 1)) as slot:
+        assert (slot, stored()) == (None, (0, 0))
+    assert pool.slot_descriptor(state.index, state.serial + 1) is None
+    assert pool.slot_descriptor(slot_memory.MAX_SLOTS, state.serial) is None
+
+
 def test_smaller_request_logs_nothing(pool: SlotPool, caplog: pytest.LogCaptureFixture) -> None:
     """At each restart, a resume requests slots for its image, and training requests larger ones."""
     for pages in (4, 3, 4):

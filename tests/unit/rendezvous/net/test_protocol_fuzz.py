@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import get_args
 
 import pytest
@@ -197,6 +200,164 @@ def test_proof_is_valid_for_its_token_role_run_and_nonces_only() -> None:
         ):
             with pytest.raises(ProtocolError, match="token"):
                 protocol.verify_proof(line, token, of, run, nonces)
+
+
+def test_dialler_refuses_acceptor_without_the_token() -> None:
+    """Another program may listen at the address; it would read what a member sends."""
+    dialler, nonce = protocol.dial(b"token", "run", "a" * 64), "b" * 64
+    next(dialler)
+    dialler.send(protocol.encode_challenge(nonce)[:-1])
+    with pytest.raises(ProtocolError, match="token"):
+        dialler.send(protocol.encode_proof(b"another", "acceptor", "run", ("a" * 64, nonce))[:-1])
+
+
+@pytest.mark.parametrize(
+    ("parse", "changed", "error"),
+    [
+        (lambda line: protocol.parse_greeting(line, "run"), {"status_only": 1}, "neither true nor false"),
+        (protocol.parse_challenge, {"elastic_resume": protocol.VERSION + 1}, "speaks protocol version"),
+        (protocol.parse_challenge, {"elastic_resume": protocol.VERSION + 1, "new": 1}, "speaks protocol"),
+        (protocol.parse_challenge, {"nonce": "0" * 63}, "32 bytes"),
+        (protocol.parse_challenge, {"nonce": "0" * 65}, "32 bytes"),
+        (protocol.parse_challenge, {"nonce": "A" * 64}, "32 bytes"),
+        (protocol.parse_challenge, {"nonce": ["0"] * 64}, "32 bytes"),
+        (protocol.parse_challenge, {"nonce": 0}, "32 bytes"),
+        (lambda line: protocol.verify_proof(line, b"t", "dialler", "r", ("0", "0")), {"proof": 1}, "token"),
+        (lambda line: protocol.verify_proof(line, b"t", "dialler", "r", ("0", "0")), {"proof": "ä"}, "token"),
+    ],
+)
+def test_handshake_refuses_values_of_another_kind(
+    parse: Callable[[bytes], object], changed: dict[str, object], error: str
+) -> None:
+    """Each field is checked before it is used."""
+    line = {"elastic_resume": protocol.VERSION, "nonce": "0" * 64}
+    if "status_only" in changed:
+        line["run"] = "run"
+    with pytest.raises(ProtocolError, match=error):
+        parse(json.dumps(changed if "proof" in changed else line | changed).encode())
+
+
+class Colour(Enum):
+    """A kind that a message may have."""
+
+    RED = 1
+
+
+@dataclass(frozen=True)
+class Word:
+    """One of two classes."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A field of each kind that a message may have."""
+
+    many: tuple[int, ...]
+    pair: tuple[int, bool]
+    some: frozenset[float]
+    colour: Colour
+    either: Word | View
+    perhaps: Word | None
+    neither: Word | View | None
+
+
+SAMPLE = Sample((1, 2), (3, True), frozenset({0.5}), Colour.RED, Word("a"), Word("b"), Word("c"))
+BAD_VALUES: list[tuple[str, list[object]]] = [
+    ("many", [None, 1, "12", {"1": 2}, [1] * 100_001, [-1], [True], [1.0], [(1 << 53) + 1]]),
+    ("pair", [None, [], [3], [3, True, 4], [3, 1], [3, None]]),
+    ("some", [None, [True], ["0.5"], [-0.5], [1e17], [10**400], [float("inf")], [float("nan")]]),
+    ("colour", [None, 1, ["RED"], "BLUE", "red"]),
+    ("either", [None, [], ["Word"], ["Word", ["a"], 1], ["Sample", ["a"]], [["Word"], ["a"]], [1, ["a"]]]),
+    ("perhaps", [["Word", ["a"]], [], [None], ["x" * 4097], ["\ud800"], "b"]),
+    ("neither", [["a"], [None]]),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), BAD_VALUES)
+def test_value_of_another_kind_is_refused_in_each_field(name: str, values: list[object]) -> None:
+    """The error names the field. What is left out, or at a limit, is accepted."""
+    good = codec.to_json_value(SAMPLE)
+    at = [field.name for field in fields(Sample)].index(name)
+    for value in values:
+        with pytest.raises(ProtocolError, match=f"^Sample.{name}"):
+            codec.from_json_value(Sample, [*good[:at], value, *good[at + 1 :]])
+
+
+def test_value_of_each_kind_is_read_back() -> None:
+    """Also with its optional fields empty, and at each limit."""
+    limits = replace(SAMPLE, many=(1 << 53,) * 100_000, perhaps=Word("x" * 4096), neither=View(1, ()))
+    for sample in (SAMPLE, replace(SAMPLE, perhaps=None, neither=None), limits):
+        assert codec.from_json_value(Sample, json.loads(json.dumps(codec.to_json_value(sample)))) == sample
+    with pytest.raises(TypeError, match="no codec"):
+        codec.from_json_value(bytes, "x")
+    with pytest.raises(ProtocolError, match=r"^hello: 6 fields instead of 7"):
+        codec.from_json_value(Sample, codec.to_json_value(SAMPLE)[1:], "hello")
+
+
+MEMBER = "node,disk,host:1,1,"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        5,
+        ["1;"],
+        "1",
+        ";".join(["1", "", *[MEMBER] * (codec.MAX_MEMBERS + 1)]),
+        f"1;;{MEMBER},",
+        f"1;;{'n' * 4097},disk,host:1,1,",
+        "1;;ä,disk,host:1,1,",
+        "1;;%ff,disk,host:1,1,",
+        *(f"{number};" for number in ("-1", "1.0", "", "\u0661", "0" * 16 + "1", str((1 << 53) + 1))),
+    ],
+)
+def test_text_that_is_no_view_is_refused(view: object) -> None:
+    """Each limit holds; what is at the limit is a view."""
+    for text in (f"1;;{'n' * 4096},disk,host:1,1,", f"{1 << 53};", f"{'0' * 15}1;"):
+        codec.decode_view(text, "view")
+    with pytest.raises(ProtocolError, match="body: not a view"):
+        codec.decode_view(view, "body")
+
+
+def test_view_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches hold few views, and each within a limit."""
+    monkeypatch.setattr(codec, "MAX_CACHED_CHARS", 2)
+    assert codec.decode_view("1;", "") is codec.decode_view("1;", "")
+    assert codec.decode_view("10;", "") is not codec.decode_view("10;", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"[]", "exactly the fields"),
+        (b"5", "exactly the fields"),
+        (b'{"header":"123","type":"Heartbeat","body":[]}', "header is not three numbers"),
+        (b'{"header":{"1":1,"2":2,"3":3},"type":"Heartbeat","body":[]}', "header is not three numbers"),
+        (b'{"header":[1,2],"type":"Heartbeat","body":[]}', "header is not three numbers"),
+    ],
+)
+def test_line_that_is_no_message_is_refused(line: bytes, error: str) -> None:
+    """The error says what is wrong with it."""
+    with pytest.raises(ProtocolError, match=error):
+        protocol.decode(line)
+
+
+@pytest.mark.parametrize("kind", ["Nothing", 1, ["Heartbeat"]])
+def test_message_of_unknown_kind_is_refused(kind: object) -> None:
+    """A later version may have more."""
+    line = json.dumps({"header": [0, 0, 0], "type": kind, "body": []}).encode()
+    with pytest.raises(ProtocolError, match="there is no message"):
+        protocol.decode(line)
+
+
+def test_line_reader_refuses_long_line_before_its_end() -> None:
+    """A peer that never ends a line costs no more memory than the limit."""
+    reader = LineReader(10)
+    assert list(reader.feed(b"x" * 10)) == []
+    with pytest.raises(ProtocolError, match="more than 10 bytes"):
+        list(reader.feed(b"x"))
 
 
 @pytest.mark.parametrize("status_only", [False, True])

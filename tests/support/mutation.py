@@ -1,0 +1,339 @@
+"""Remove each guard of a module in turn, and print those that no test misses.
+
+``make mutate MODULES="elastic_resume/slots elastic_resume/checkpoint/writer.py:164"`` calls it; a number
+after a colon takes the mutants of one line. A mutant wraps one expression in a function, so that its value no
+longer counts: a condition, an operand of and/or, a comparison, a call such as fsync or close, a flag.
+
+pytest collects once, in a copy of the tree. Each mutant is a fork of it: new code replaces that of the
+functions that exist, and the file changes too, for the processes that tests start. The fastest tests that run
+its block of statements run first. A test that takes much longer has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import ctypes
+import gc
+import itertools
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+
+import psutil
+import pytest
+
+TESTS = {
+    "elastic_resume/slots": "slots capture/test_snapshotter.py restore/test_warm_memory.py",
+    "elastic_resume/checkpoint": "checkpoint slots/test_committer.py",
+    "elastic_resume/rendezvous/net": "rendezvous/net",
+    "elastic_resume/agent/workers": "agent/workers ../integration/test_launcher_shim.py",
+    "elastic_resume/state": "state",
+    "elastic_resume/restore": "restore training/test_run.py",
+}
+_IO = "elastic_resume/checkpoint/atomic_io.py"
+_UNALIGNED = "the kernel refuses what is not aligned, and it is written without O_DIRECT"
+ACCEPTED = {  # (module, what is removed): why no test needs to notice
+    (_IO, "operand: size == 0"): "writing nothing returns 0 too",
+    (_IO, "operand: os.lseek(descriptor, 0, os.SEEK_CUR) % DIRECT_IO_ALIGNMENT"): _UNALIGNED,
+    (_IO, "never: memory_address(view) % DIRECT_IO_ALIGNMENT"): _UNALIGNED,
+    (_IO, "not called: fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)"): "it changes the speed",
+    (_IO, "never: end - start >= _WRITE_CHUNK_BYTES"): "advice to the kernel changes the speed",
+}
+NEVER, ALWAYS = "(({}) and False)", "(({}) or True)"
+EFFECT = re.compile(
+    r"_*(f?sync|unlink|rmdir|rename|replace|remove|rmtree|f?truncate|f?chmod|fchown|umask|flock|fcntl|add_seals"
+    r"|close|shutdown|kill|send_signal|set_?timeout|setblocking|setsockopt|set_inheritable|prctl|setsid|dup2"
+    r"|flush|barrier|memory_barrier|check|verify|validate|require|reject|cancel|drop|discard|release|stop|reap)"
+)
+FLAGS = {"O_EXCL", "O_NOFOLLOW", "O_DIRECTORY", "O_APPEND", "O_TRUNC", "O_NONBLOCK", "MFD_ALLOW_SEALING"}
+JUMPS = (ast.Raise, ast.Return, ast.Continue, ast.Break)
+MARK = "import posix; _ = posix.open({!r}, 1025); posix.write(_, {!r}); posix.close(_)"
+VERSIONS = itertools.count(10)
+Block = tuple[str, int]
+"""A module, and the line of the first statement of a block."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A module with one expression wrapped."""
+
+    block: Block
+    line: int
+    what: str
+    source: bytes
+
+
+# ---- mutants ---------------------------------------------------------------------------------------------
+
+
+def find_mutants(path: str) -> list[Mutant]:
+    """Return the mutants of a module, in the order of its lines."""
+    source = Path(path).read_bytes()
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    mutants = []
+    for node, block in _walk(ast.parse(source), 0):
+        for name, target, wrapper in _list_edits(node) if block else ():
+            start = starts[target.lineno - 1] + target.col_offset
+            stop = starts[(target.end_lineno or 0) - 1] + (target.end_col_offset or 0)
+            text = source[start:stop].decode()
+            mutated = source[:start] + wrapper.format(text).encode() + source[stop:]
+            what = f"{name}: {' '.join(text.split())[:90]}"
+            mutants.append(Mutant((path, block), target.lineno, what, mutated))
+    return sorted(mutants, key=lambda mutant: mutant.line)
+
+
+def _walk(node: ast.AST, block: int) -> Iterator[tuple[ast.AST, int]]:
+    """Yield each node with its block: 0 outside of functions. Leave out what only type checkers read."""
+    for name, field in ast.iter_fields(node):
+        for child in field if isinstance(field, list) else [field]:
+            if (
+                not isinstance(child, ast.AST)
+                or "TYPE_CHECKING" in ast.unparse(getattr(child, "test", child))[:20]
+            ):
+                continue
+            is_block = isinstance(child, ast.stmt) and (block or isinstance(node, ast.FunctionDef))
+            inner = field[0].lineno if is_block and name != "decorator_list" else block
+            yield child, inner
+            yield from _walk(child, inner)
+
+
+def _list_edits(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
+    """Yield what is lost, the expression, and the text to replace it by."""
+    if isinstance(node, ast.BoolOp):
+        is_and = isinstance(node.op, ast.And)
+        for operand in node.values:
+            yield "operand", operand, ALWAYS if is_and else NEVER
+    elif isinstance(node, ast.If | ast.IfExp):
+        test = node.test
+        if not isinstance(test, ast.BoolOp) or isinstance(test.op, ast.And):
+            yield "never", test, NEVER
+    elif isinstance(node, ast.comprehension):
+        yield from (("filter", test, ALWAYS) for test in node.ifs if not isinstance(test, ast.BoolOp))
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called = ast.unparse(node.value.func).rpartition(".")[2]
+        if EFFECT.match(called):
+            yield "not called", node.value, "(None if True else ({}))"
+    elif isinstance(node, ast.Attribute) and node.attr in FLAGS:
+        yield "flag", node, "(({}) & 0)"
+    elif isinstance(node, ast.Constant) and node.value in {0o600, 0o700, 0o400}:
+        yield "permission", node, "({} | 0o077)"
+    elif isinstance(value := getattr(node, "value", getattr(node, "elt", None)), ast.Compare):
+        yield from (("comparison false", value, NEVER), ("comparison true", value, ALWAYS))
+
+
+# ---- runs ------------------------------------------------------------------------------------------------
+
+
+class MutationRun:
+    """The pytest plugin that runs mutants in place of the tests."""
+
+    def __init__(self, mutants: list[Mutant], directory: Path, budget_s: float) -> None:
+        self.mutants, self.directory, self.budget_s = mutants, directory, budget_s
+        self.counts: Counter[str] = Counter()
+        self._functions: dict[str, list[FunctionType]] = defaultdict(list)
+        """The functions of each file."""
+        self._seconds: dict[pytest.Item, float] = {}
+        """How long each test takes that passes without a mutant."""
+        self._covering: dict[Block, set[pytest.Item]] = defaultdict(set)
+        """The tests that run a block, in any process."""
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Measure the tests, then run each mutant."""
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: to find what tests leave
+        gc.unfreeze()
+        for function in gc.get_objects():
+            if type(function) is FunctionType:  # isinstance would ask proxies for their class
+                self._functions[function.__code__.co_filename].append(function)
+        self._measure(session)
+        total_s = sum(self._seconds.values())
+        print(f"{len(self.mutants)} mutants; {len(self._seconds)} tests take {total_s:.0f} s", flush=True)
+        for path, mutants in itertools.groupby(self.mutants, key=lambda mutant: mutant.block[0]):
+            counts = Counter(self._judge(mutant, session) for mutant in mutants)
+            self.counts += counts
+            print(format_row(path, counts), flush=True)
+        return True
+
+    def _judge(self, mutant: Mutant, session: pytest.Session) -> str:
+        """Run the fastest tests of a mutant; return a column of the table."""
+        items: list[pytest.Item] = []
+        left_s = self.budget_s
+        for item in sorted(self._covering[mutant.block], key=self._seconds.__getitem__):
+            left_s -= self._seconds[item]
+            items += [item] if left_s > 0 or not items else []
+        if items and self._is_killed(mutant, session, items):
+            return "killed"
+        if (mutant.block[0], mutant.what) in ACCEPTED:
+            return "accepted"
+        line = Path(mutant.block[0]).read_text().splitlines()[mutant.line - 1].strip()
+        print(f"{mutant.block[0]}:{mutant.line} [{len(items)} tests] {mutant.what} | {line}", flush=True)
+        return "survivors"
+
+    def _measure(self, session: pytest.Session) -> None:
+        """Run all tests in a fork; record how long each takes, and which blocks it runs.
+
+        Each block writes its name into a file first: a coverage tool would lose what a killed process did.
+        """
+        names, result = self.directory / "names", self.directory / "measured"
+        self.directory.chmod(0o711)
+        names.touch()
+        names.chmod(0o666)  # processes of other users write there too
+        with contextlib.ExitStack() as stack:
+            trees = {path: _mark_blocks(path, names) for path in {mutant.block[0] for mutant in self.mutants}}
+            for path, tree in trees.items():
+                stack.enter_context(_changed(path, ast.unparse(tree).encode()))
+            pid = os.fork()
+            if pid == 0:
+                _detach(self.directory / "measured.log")
+                for path, tree in trees.items():
+                    self._replace_code(path, compile(tree, path, "exec", dont_inherit=True))
+                measured = []
+                for number, item in enumerate(session.items):
+                    names.write_text("")
+                    start, failed = time.monotonic(), session.testsfailed
+                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+                    if session.testsfailed == failed:
+                        blocks = {tuple(line.split()) for line in names.read_text().splitlines()}
+                        measured.append((number, time.monotonic() - start, blocks))
+                result.write_bytes(pickle.dumps(measured))
+                os._exit(0)
+            os.waitpid(pid, 0)
+        for number, seconds, blocks in pickle.loads(result.read_bytes()):  # noqa: S301 - our own
+            self._seconds[session.items[number]] = seconds
+            for path, line in blocks:
+                self._covering[path, int(line)].add(session.items[number])
+
+    def _is_killed(self, mutant: Mutant, session: pytest.Session, items: list[pytest.Item]) -> bool:
+        """Whether a test fails with this mutant, or takes much longer."""
+        path = mutant.block[0]
+        with _changed(path, mutant.source):
+            pid = os.fork()
+            if pid == 0:
+                _detach(self.directory / "mutant.log")
+                try:
+                    self._replace_code(path, compile(mutant.source, path, "exec", dont_inherit=True))
+                    for item in items:
+                        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+                        if session.testsfailed:
+                            break
+                finally:
+                    os._exit(0 if sys.exc_info()[0] is None and not session.testsfailed else 1)
+            end = time.monotonic() + 10 + 3 * sum(self._seconds[item] for item in items)
+            while time.monotonic() < end:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    return status != 0
+                time.sleep(0.005)
+            return True
+
+    def _replace_code(self, path: str, code: CodeType) -> None:
+        """Replace the code of a file's functions, which their name and first line identify."""
+        for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
+            for function in self._functions[str(Path(path).absolute())]:
+                old = function.__code__
+                if (old.co_name, old.co_firstlineno) == (inner.co_name, inner.co_firstlineno):
+                    function.__code__ = inner.replace(co_filename=old.co_filename)
+            self._replace_code(path, inner)
+
+
+def _mark_blocks(path: str, names: Path) -> ast.Module:
+    """Return a module in which each block in a function writes its name into a file."""
+    tree = ast.parse(Path(path).read_bytes())
+    for node, block in list(_walk(tree, 0)):
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(node, field, None)
+            if isinstance(body, list) and body and (block or isinstance(node, ast.FunctionDef)):
+                mark = ast.parse(MARK.format(str(names), f"{path} {body[0].lineno}\n".encode())).body
+                for inserted in (inner for statement in mark for inner in ast.walk(statement)):
+                    ast.copy_location(inserted, body[0])
+                body[0:0] = mark
+    return tree
+
+
+@contextlib.contextmanager
+def _changed(path: str, source: bytes) -> Iterator[None]:
+    """Change a file inside the block, and its time: mutants of one size may share a compiled file."""
+    file = Path(path)
+    original, times = file.read_bytes(), file.stat()
+    file.write_bytes(source)
+    os.utime(file, (times.st_atime, times.st_mtime + next(VERSIONS)))
+    try:
+        yield
+    finally:
+        file.write_bytes(original)
+        os.utime(file, (times.st_atime, times.st_mtime))
+        while children := psutil.Process().children(recursive=True):  # what tests have left
+            for child in children:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+            psutil.wait_procs(children, timeout=0.5)
+
+
+def _detach(log: Path) -> None:
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+
+
+# ---- command ---------------------------------------------------------------------------------------------
+
+
+def run_in_copy(modules: list[str], directory: Path, budget_s: float) -> int:
+    """Run the mutants of ``modules``; print survivors and a table; return how many are not accepted."""
+    mutants: list[Mutant] = []
+    for module in modules:
+        path, _, line = module.partition(":")
+        for file in [path] if path.endswith(".py") else sorted(map(str, Path(path).rglob("*.py"))):
+            mutants += [mutant for mutant in find_mutants(file) if line in {"", str(mutant.line)}]
+    paths = sorted({mutant.block[0] for mutant in mutants})
+    names = [name for path in paths for key in TESTS if path.startswith(key) for name in TESTS[key].split()]
+    run = MutationRun(mutants, directory, budget_s)
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={directory / 'tests'}"]
+    status = pytest.main([*options, *(f"tests/unit/{name}" for name in sorted(set(names)))], plugins=[run])
+    if status:
+        return 1
+    print(format_row("total", run.counts))
+    return run.counts["survivors"]
+
+
+def format_row(name: str, counts: Counter[str]) -> str:
+    """Return a row of the table."""
+    columns = (f"{counts[column]} {column}" for column in ("killed", "accepted", "survivors"))
+    return f"{name}: {counts.total()} mutants, {', '.join(columns)}"
+
+
+def main() -> int:
+    """Copy the tree, and run there; return 1 if a mutant survives."""
+    parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
+    parser.add_argument("modules", nargs="+")
+    parser.add_argument("--budget", type=float, default=6.0, metavar="S", help="tests of a mutant, together")
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.directory:
+        return min(1, run_in_copy(options.modules, options.directory, options.budget))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
+        tree = Path(directory, "tree")
+        listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], text=True)
+        for name in filter(os.path.isfile, listed.split("\0")):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(name, tree / name)
+        command = [sys.executable, "-m", "tests.support.mutation", "--directory", directory, *sys.argv[1:]]
+        environ = os.environ | {"PYTHONPATH": str(tree)}
+        return subprocess.run(command, cwd=tree, env=environ, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
