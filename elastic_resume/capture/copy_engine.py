@@ -83,6 +83,8 @@ class CopyJob:
     work: Callable[[CopyJob], None]
     peer_timeout_s: float = 0.0  # how long to wait for other ranks' shares while training waits
     error: BaseException | None = None
+    torn_names: list[str] = field(default_factory=list)  # tensors that changed while they were copied
+    copy_s: float = 0.0  # what the copy alone took
     # CUDA events of the copies; the list is complete once sources_read is set.
     copy_events: list[Any] = field(default_factory=list)
     # Set when host tensors have been read and all device copies are in their streams.

@@ -151,7 +151,6 @@ class SnapshotScheduler:
 
         """
         with self.meter.count_stall():
-            self.snapshotter.end_step(position.step)
             self.meter.end_step()
             if self._slot_client.is_local_leader:
                 self._act_as_leader(

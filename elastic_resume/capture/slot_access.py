@@ -26,6 +26,11 @@ class SlotAccess:
         self._others = [rank for rank in range(local_world_size) if rank != local_rank]
         self.set_copying(0)
 
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether this script has changed state during a background copy, so that there is none any more."""
+        return bool(self._control.get("copies_at_once"))
+
     # ---- local leader ----------------------------------------------------------------------------------
 
     def take(self, snapshot_id: int, min_bytes: int, needed_bytes: int) -> Slot | None:
@@ -105,6 +110,11 @@ class SlotAccess:
     def confirm(self, slot: Slot, snapshot_id: int) -> None:
         """Record that this rank has copied its share."""
         slot.record.set_copied(self._local_rank, snapshot_id)
+
+    def fail_torn(self, slot: Slot) -> None:
+        """Record that this rank's share is torn. No rank of this node copies in the background any more."""
+        self._control.set("copies_at_once", 1)
+        self.fail(slot)
 
     def fail(self, slot: Slot) -> None:
         """Record that this rank's share is missing or torn."""

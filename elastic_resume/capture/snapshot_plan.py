@@ -8,7 +8,7 @@ shards in its share. This module handles neither the slots' words nor threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +25,12 @@ from elastic_resume.capture.state_cache import (
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.slot_memory import Slot
-from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves
+from elastic_resume.state.state_dict import REPLICATED, Leaf
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SPLIT = 32 << 20
-MAX_VERSIONS_CHECKED = 64  # limit for one group; reading a version takes 60 ns
+# To digest a smaller tensor twice takes longer than to copy it at once.
+MIN_BACKGROUND_BYTES = 64 << 10
 
 
 class TensorGroup:
@@ -39,31 +40,7 @@ class TensorGroup:
         self.leaves = tuple(leaves)
         self.tensors = [leaf.tensor for leaf in leaves]
         self.formats = share_equal(map(get_format, self.tensors))
-        self._version_checked = self.leaves[:: 1 + len(self.leaves) // MAX_VERSIONS_CHECKED]
         self.devices = frozenset(tensor.device for tensor in self.tensors if tensor.is_cuda)
-
-    def read_versions(self) -> list[int]:
-        """Return the in-place version of a sample of the tensors."""
-        return [0 if leaf.tensor.is_inference() else leaf.tensor._version for leaf in self._version_checked]  # noqa: SLF001
-
-    def find_rewritten(self, versions: list[int], addresses: Collection[int] | None) -> list[str]:
-        """Return names of tensors that were certainly changed: their version is not in ``versions`` any more.
-
-        Only tensors at ``addresses`` are checked; None checks all.
-        """
-        rows = zip(self._version_checked, versions, self.read_versions(), strict=True)
-        return [leaf.name for leaf, was, now in rows if was != now and _has_address(leaf, addresses)]
-
-    def find_differing(
-        self, copied_tensors: Mapping[str, Tensor], addresses: Collection[int] | None
-    ) -> list[str]:
-        """Return names of tensors whose bytes differ from ``copied_tensors``.
-
-        Only tensors at ``addresses`` are checked; None checks all.
-        """
-        leaves = [leaf for leaf in self.leaves if _has_address(leaf, addresses)]
-        copied = digest_leaves(replace(leaf, tensor=copied_tensors[leaf.name]) for leaf in leaves)
-        return [name for name, now in digest_leaves(leaves).items() if now != copied[name]]
 
 
 @dataclass(frozen=True)
@@ -127,14 +104,18 @@ def make_plan(
     )
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
     own_shards = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]
-    overlapped = [leaf for leaf, may_overlap in filled if may_overlap and not leaf.is_divided]
+    whole = [
+        (leaf, may_overlap and leaf.tensor.nbytes >= MIN_BACKGROUND_BYTES)
+        for leaf, may_overlap in filled
+        if not leaf.is_divided
+    ]
+    overlapped = [leaf for leaf, may_overlap in whole if may_overlap]
     divided = [leaf for leaf in leaves if leaf.is_divided]
     if divided:  # all local ranks take part, with or without a copy barrier
         share_count = max(leaf.shards.count for leaf in divided if leaf.shards is not None)
     elif sum(leaf.tensor.nbytes for leaf in overlapped) < MIN_BYTES_TO_SPLIT:
         share_count = 1
-    immediate = TensorGroup([leaf for leaf, overlaps in filled if not (overlaps or leaf.is_divided)])
-    whole = TensorGroup(overlapped)
+    immediate = TensorGroup([leaf for leaf, may_overlap in whole if not may_overlap])
     split = [overlapped] if share_count == 1 else _split_leaves(overlapped, share_count)
     shares = tuple(map(TensorGroup, split))
     # Each local rank splits the leaves itself. Every leaf is copied only if all ranks split them alike, so
@@ -147,17 +128,20 @@ def make_plan(
     is_uncached = any(leaf.is_divided for leaf in state_view.uncached_leaves)
     copies_at_once = is_uncached or not all(overlaps for _, overlaps in own_shards)
     return SnapshotPlan(
-        layout, static_metadata, plan_id, immediate, shares, whole, bool(divided), copies_at_once
+        layout,
+        static_metadata,
+        plan_id,
+        immediate,
+        shares,
+        TensorGroup(overlapped),
+        bool(divided),
+        copies_at_once,
     )
 
 
 def summarize_names(names: Sequence[str]) -> str:
     """Return the first name and the number of the others."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _has_address(leaf: Leaf, addresses: Collection[int] | None) -> bool:
-    return addresses is None or leaf.tensor.data_ptr() in addresses
 
 
 def _split_leaves(leaves: Sequence[Leaf], share_count: int) -> list[list[Leaf]]:

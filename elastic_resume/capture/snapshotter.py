@@ -12,11 +12,11 @@ At a step boundary::
 
 The slot is valid when all shares are in place; if a rank dies during its copy the slot never becomes valid.
 
-Parameters and optimizer state are copied in the background, because only an optimizer step changes them.
-All other tensors are copied at once, because the next forward pass may change them. The whole copy is
-synchronous without a tracked optimizer, or after a step in which an optimizer ran no hook
-(`copy_barrier`). A parameter that changes elsewhere between ``run.step()`` and ``optimizer.step()`` would
-be copied half-changed; `verify_copies` finds that.
+Large parameters and their optimizer state are copied in the background, because usually only an optimizer
+step changes them. All other tensors are copied at once, because the next forward pass may change them. The
+whole copy is synchronous without a tracked optimizer. If a script changes a tensor while it is copied in the
+background, `source_digests` finds that: the snapshot is discarded, and later copies of this node are
+synchronous.
 
 A tensor that is divided over the ranks of a node (FSDP) is copied by all of them, each its own shard. If the
 next forward pass may change one of them, the copy of that rank is synchronous.
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_resume import __version__, failpoints
-from elastic_resume.capture.copy_barrier import UNHOOKED_CHANGE_MESSAGE, CopyBarrier
+from elastic_resume.capture.copy_barrier import CopyBarrier
 from elastic_resume.capture.copy_engine import (
     CopyJob,
     CopyThread,
@@ -57,8 +57,8 @@ from elastic_resume.capture.snapshot_plan import (
     make_plan,
     summarize_names,
 )
+from elastic_resume.capture.source_digests import SourceDigests
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.errors import UsageError
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
@@ -85,6 +85,7 @@ class CopyTask:
     uncached: TensorGroup  # this rank's shards of divided tensors that are not in the cached plan
     device_clones: NamedTensors  # clones of immediate tensors that are on devices
     start_events: dict[torch.device, Any]
+    digests: SourceDigests | None  # of the share at the step boundary; None if training waits for the copy
 
 
 class Snapshotter:
@@ -97,9 +98,7 @@ class Snapshotter:
         self._context = context
         self._generation = generation
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
-        self._barrier: CopyBarrier[tuple[int, SnapshotPlan, list[int]]] = CopyBarrier(
-            optimizers, self._wait_before_step
-        )
+        self._barrier = CopyBarrier(optimizers, self._wait_before_step)
         local_world_size = context.node_by_rank.count(context.node)
         base_metadata = {
             "run_id": context.settings.run_id,
@@ -119,14 +118,10 @@ class Snapshotter:
         self._cuda_streams = CudaCopyStreams()
         self._copy_thread = CopyThread()
         self._job: CopyJob | None = None
-        self._digests: dict[str, str] = {}
-        self._digested_leaves: tuple[Leaf, ...] = ()  # leaves that _digests describes
         self._failed_plan_id = 0  # id of the plan whose shares did not all arrive
         self._is_split = False  # whether other ranks copy a share of the newest snapshot
-        self._torn_names: list[str] = []  # tensors that changed while they were copied
         self._failure_logged = False
         self._pid = os.getpid()
-        self.verify_copies = False
         self.stall_s = 0.0  # time that the newest snapshot has taken from the training thread
         self.cpu_s = 0.0  # CPU time of this rank's share
         self.copy_problem = ""  # why the newest copy failed; "" if it did not
@@ -136,25 +131,6 @@ class Snapshotter:
     def problem(self) -> str:
         """Why the newest snapshot failed or was not taken; "" if it was taken."""
         return self._slots.problem or self.copy_problem
-
-    def end_step(self, step: int) -> None:
-        """End a step. Check the copy that ran during it if a hook did not run, and discard a torn one."""
-        if (background_copy := self._barrier.end_step(step)) is None:
-            return
-        self.wait_for_copy()
-        began = time.perf_counter()
-        snapshot_id, plan, versions = background_copy
-        addresses = self._barrier.unprotected_addresses
-        share = self._get_share(plan)
-        rewritten = share.find_rewritten(versions, addresses)
-        # Keeps the local leader from overwriting the slot.
-        self._slots.set_copying(snapshot_id)
-        job = self._job = CopyJob(lambda _: self._check_unchanged(snapshot_id, plan, rewritten, addresses))
-        # Device tensors must be read in the order of the training stream.
-        run_job(job) if rewritten or share.devices else self._copy_thread.submit(job)
-        self.stall_s += time.perf_counter() - began
-        if job.done.is_set():
-            self.wait_for_copy()
 
     def start_snapshot(
         self,
@@ -210,9 +186,6 @@ class Snapshotter:
         self.copy_problem = ""
         own = [leaf for leaf in state_view.uncached_leaves if leaf.is_divided and leaf.tensor.numel()]
         self._start_copy(plan, slot, snapshot_id, clones, TensorGroup(own))
-        if self.verify_copies and not plan.copies_at_once:
-            self._digested_leaves = self._get_share(plan).leaves
-            self._digests = state_dict.digest_leaves(self._digested_leaves)
         self.snapshot_id, self._is_split = snapshot_id, len(plan.shares) > 1
         self.stall_s = time.perf_counter() - began
         return True
@@ -224,12 +197,7 @@ class Snapshotter:
         )
 
     def wait_for_copy(self) -> None:
-        """Wait until this rank's share is copied. Return at once if no copy is running.
-
-        Raises:
-            UsageError: `verify_copies` is on, and state changed since the step boundary.
-
-        """
+        """Wait until this rank's share is copied. Return at once if no copy is running."""
         job = self._job
         if job is None or os.getpid() != self._pid:
             return
@@ -270,14 +238,15 @@ class Snapshotter:
         began = time.perf_counter()
         wait_until_mutable(job)
         self.stall_s += time.perf_counter() - began
-        if self.verify_copies:
-            self.wait_for_copy()
 
     def _wait_for_previous(self) -> None:
         """Wait until the previous snapshot is complete, or one of its shares has failed."""
+        copied_at_once = self._slots.copies_at_once
         if self._is_split and not self.wait_until_complete() and self._plan is not None:
-            # A local rank has another plan, or is late: the local leader copies everything from now on.
-            self._failed_plan_id = self._plan.plan_id
+            was_torn = self._slots.copies_at_once != copied_at_once  # which does not happen again
+            if not was_torn:
+                # A local rank has another plan, or is late: the local leader copies everything from now on.
+                self._failed_plan_id = self._plan.plan_id
         self._is_split = False
 
     def _copy_immediate(
@@ -306,19 +275,18 @@ class Snapshotter:
         clones: NamedTensors,
         uncached: TensorGroup,
     ) -> None:
-        """Copy this rank's share: in the background if the copy barrier protects it, else now."""
+        """Copy this rank's share: in the background if it can be, else now."""
         share = self._get_share(plan)
         devices = share.devices.union(uncached.devices, (tensor.device for _, tensor in clones))
         events = self._cuda_streams.record_start_events(devices)
-        task = CopyTask(plan, slot, snapshot_id, share, uncached, clones, events)
+        is_background = self._barrier.has_hooks and not (plan.copies_at_once or self._slots.copies_at_once)
+        digests = SourceDigests(share.leaves) if is_background else None
+        task = CopyTask(plan, slot, snapshot_id, share, uncached, clones, events, digests)
         self._slots.set_copying(snapshot_id, awaiting_slot=slot is None)
-        is_protected = self._barrier.all_hooks_ran and not plan.copies_at_once
-        peer_timeout_s = PEER_TIMEOUT_S if is_protected else LONG_PEER_TIMEOUT_S
+        peer_timeout_s = PEER_TIMEOUT_S if is_background else LONG_PEER_TIMEOUT_S
         job = self._job = CopyJob(lambda job: self._run_task(job, task), peer_timeout_s)
         self._copy_thread.submit(job) if self._barrier.has_hooks else run_job(job)
-        if is_protected:
-            self._barrier.set_background_copy((snapshot_id, plan, share.read_versions()))
-        else:
+        if not is_background:
             job.wait_until_done()
 
     def _check_result(self, job: CopyJob) -> None:
@@ -326,19 +294,12 @@ class Snapshotter:
         if job.error is not None:
             self._report_failure(f"{type(job.error).__name__}: {job.error}"[:500])
             self._state.forget()
-        torn, self._torn_names = self._torn_names, []
-        if torn:
+        elif job.torn_names:
             self._is_split = False
-            self._report_failure(UNHOOKED_CHANGE_MESSAGE.format(summarize_names(torn)))
-        before, self._digests = self._digests, {}
-        now = state_dict.digest_leaves(self._digested_leaves) if before else {}
-        changed = [name for name, digest in before.items() if now.get(name) != digest]
-        if changed:
-            raise UsageError(
-                f"{summarize_names(changed)} changed between run.step() and the next optimizer.step(), while "
-                "a snapshot was copied: the snapshot would hold half of the change. Make all changes of a "
-                "step before run.step(), or pass tensors that change elsewhere to er.resume() under a name "
-                "of their own, not as optimizer state."
+            self._report_failure(
+                f"{summarize_names(job.torn_names)} changed between run.step() and the next "
+                "optimizer.step(), while it was copied: from now on run.step() waits for the copy, "
+                f"{job.copy_s * 1e3:.1f} ms"
             )
 
     def _report_failure(self, problem: str) -> None:
@@ -368,6 +329,11 @@ class Snapshotter:
             # Otherwise the local leader copies everything.
             if slot is not None and rank < slot.record.get("share_count"):
                 self._copy_into_slot(slot, task, job)
+                if task.digests is not None:
+                    job.torn_names = task.digests.find_torn(self._get_views(slot, task.plan).by_name)
+                if job.torn_names:
+                    self._slots.fail_torn(slot)
+                    return
                 self._slots.confirm(slot, task.snapshot_id)
                 failpoints.hit("snapshot.confirmed")
         except BaseException:
@@ -397,30 +363,13 @@ class Snapshotter:
             targets, sources = _select_host_pairs(targets, sources, task.start_events)
             formats = []
         failpoints.hit("snapshot.copying")
+        began = time.perf_counter()
         copy_tensors(targets, sources, formats=formats)
         job.sources_read.set()
         for _, event in job.copy_events:
             event.synchronize()
+        job.copy_s = time.perf_counter() - began
         failpoints.hit("snapshot.copied")
-
-    def _check_unchanged(
-        self, snapshot_id: int, plan: SnapshotPlan, rewritten: list[str], addresses: Collection[int] | None
-    ) -> None:
-        """Fail the snapshot if ``rewritten`` is not empty, or a tensor differs from its copy."""
-        began, is_intact = time.thread_time(), False
-        slot = self._slots.find_slot(snapshot_id)
-        try:
-            if slot is not None:
-                copied_tensors = self._get_views(slot, plan).by_name
-                self._torn_names = rewritten or self._get_share(plan).find_differing(
-                    copied_tensors, addresses
-                )
-            is_intact = not self._torn_names
-        finally:
-            if slot is not None and not is_intact:
-                self._slots.fail(slot)
-            self._slots.set_copying(0)
-            self.cpu_s += time.thread_time() - began
 
     def _get_views(self, slot: Slot, plan: SnapshotPlan) -> SlotViews:
         key = (slot.index, slot.serial, plan.plan_id)

@@ -521,9 +521,8 @@ def describe_divergence(verdict: DivergenceVerdict) -> str:
     else:
         then = (
             f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
-            "random numbers, samples, a broken device, state that changes between run.step() and "
-            "optimizer.step() (run.verify_copies finds it). To continue from an older checkpoint, move "
-            "the newer ones elsewhere."
+            "random numbers, samples, a broken device. To continue from an older checkpoint, move the newer "
+            "ones elsewhere."
         )
     diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."
     return f"{summarize_divergence(verdict)}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"

@@ -15,7 +15,7 @@ Each word has one writing process, so a reader sees the old or the new value, an
 
     agent          serial, capacity, pinned, soft_pinned, committed of each slot; costs of commits and digests
     local leader   all other words of each slot; decided_id, next_snapshot_step
-    local rank r   copied[r] of each slot, copying[r]
+    local rank r   copied[r] of each slot, copying[r]; copies_at_once, which becomes 1 and stays so
 
 The agent is the process that runs the committer. The workers of a generation start after those of the
 previous one have ended. So there is one local leader, local rank 0, at a time.
@@ -77,7 +77,10 @@ COPY_FAILED = 1  # stored as a rank's snapshot id when its copy failed; never a 
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
 _HEADER_WORDS = 16
-_HEADER_FIELDS = ("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "digest_cpu_us")
+_HEADER_FIELDS = (
+    *("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "digest_cpu_us"),
+    "copies_at_once",
+)
 _SLOT_FIELDS = (
     "serial", "capacity", "pinned", "soft_pinned", "committed",
     "snapshot_id", "written_serial", "share_count", "commit_requested", "loaded_id", "watermark", "plan_id",
@@ -249,7 +252,7 @@ class ControlBlock:
 
         All local ranks take part in the snapshot of ``next_snapshot_step``, and wait for its slot.
         ``decided_id`` ends their waiting: it is the id of the newest snapshot that has got a slot, or will
-        have none.
+        have none. ``copies_at_once`` is 1 if the script has changed state that was being copied.
         """
         return int(self._words[_HEADER_FIELDS.index(name)])
 

@@ -476,20 +476,6 @@ class Run:
         with self._heartbeat.busy():
             replica_check.require_equal(self._context, self._tracked, self.position.step)
 
-    @property
-    def verify_copies(self) -> bool:
-        """Whether each snapshot is checked for changes during the copy. Slow; for debugging.
-
-        Parameters and optimizer state may change from ``optimizer.step()`` to ``run.step()`` only. With this
-        check a change at another time raises a UsageError with the tensor's name, at the next
-        ``optimizer.step()``.
-        """
-        return self._snapshot_scheduler.snapshotter.verify_copies
-
-    @verify_copies.setter
-    def verify_copies(self, value: bool) -> None:
-        self._snapshot_scheduler.snapshotter.verify_copies = value
-
     def on_resume(self, hook: H) -> H:
         """Call ``hook(run)`` in each generation that resumes saved state, before it trains.
 

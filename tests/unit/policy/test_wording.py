@@ -334,11 +334,10 @@ node's values count at each resume. `elastic-resume diff` of two nodes' checkpoi
 """
 NOBODY = """
 replicas differ at step 128: node a against node b. No majority: it is unknown which node is wrong (no step of
-this generation was seen equal). Look for what nodes do not share: random numbers, samples, a broken device,
-state that changes between run.step() and optimizer.step() (run.verify_copies finds it). To continue from
-an older checkpoint, move the newer ones elsewhere. Machines of different kinds round differently: with
-ELASTIC_RESUME_CHECK_REPLICAS=off they continue, and one node's values count at each resume. `elastic-resume
-diff` of two nodes' checkpoints names the tensors.
+this generation was seen equal). Look for what nodes do not share: random numbers, samples, a broken device.
+To continue from an older checkpoint, move the newer ones elsewhere. Machines of different kinds round
+differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, and one node's values count at each
+resume. `elastic-resume diff` of two nodes' checkpoints names the tensors.
 """
 
 
