@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -64,8 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
         groups, rng = list(modules.values()), random.Random(order)
-        for group in [groups, *groups]:
-            group.reverse() if order == "reversed" else rng.shuffle(group)
+        lists: list[list[Any]] = [groups, *groups]
+        for each in lists:
+            each.reverse() if order == "reversed" else rng.shuffle(each)
         items[:] = itertools.chain.from_iterable(groups)
 
 

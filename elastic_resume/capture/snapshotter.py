@@ -278,9 +278,9 @@ class Snapshotter:
         """Copy this rank's share: in the background if it can be, else now."""
         share = self._get_share(plan)
         devices = share.devices.union(uncached.devices, (tensor.device for _, tensor in clones))
-        events = self._cuda_streams.record_start_events(devices)
         is_background = self._barrier.has_hooks and not (plan.copies_at_once or self._slots.copies_at_once)
         digests = SourceDigests(share.leaves) if is_background else None
+        events = self._cuda_streams.record_start_events(devices)  # the copies wait for the digests too
         task = CopyTask(plan, slot, snapshot_id, share, uncached, clones, events, digests)
         self._slots.set_copying(snapshot_id, awaiting_slot=slot is None)
         peer_timeout_s = PEER_TIMEOUT_S if is_background else LONG_PEER_TIMEOUT_S

@@ -29,10 +29,8 @@ class SourceDigests:
     """The digests of some tensors at a step boundary."""
 
     def __init__(self, leaves: Iterable[Leaf]) -> None:
-        """Digest the tensors now; for those on a device in the order of its current stream."""
+        """Digest the tensors now; those on a device in its current stream, without waiting for it."""
         self._digests = [(leaf, self._digest_source(leaf.tensor)) for leaf in leaves]
-        devices = {leaf.tensor.device for leaf, _ in self._digests if leaf.tensor.is_cuda}
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     @staticmethod
     def _digest_source(tensor: Tensor) -> int | Tensor:
@@ -42,9 +40,10 @@ class SourceDigests:
         return sum_words(in_order).to("cpu", non_blocking=True)
 
     def find_torn(self, copies: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of tensors whose copy in host memory, by name, is not the digested tensor."""
-        for event in self._events:
-            event.synchronize()
+        """Return the names of tensors whose copy in host memory, by name, is not the digested tensor.
+
+        Call it when the device has done what was in the stream before the copy.
+        """
         return [leaf.name for leaf, digest in self._digests if not _is_equal(digest, leaf, copies[leaf.name])]
 
 
@@ -75,7 +74,7 @@ def sum_words(flat: Tensor) -> Tensor:
     rest = words.numel() % COLUMN_COUNT
     table = words[: words.numel() - rest].view(-1, COLUMN_COUNT)
     sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]
-    return torch.cat([*sums, words[words.numel() - rest :].to(torch.int64)])
+    return torch.cat([*sums, words[words.numel() - rest :].long()])
 
 
 def _view_words(flat: Tensor) -> Tensor:

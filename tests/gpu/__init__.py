@@ -14,14 +14,13 @@ Those in test_cuda_job.py are skipped without a GPU. "real" marks them.
 | training/run.py `ddp`, device_ids | `test_gpu_of_model_is_found_and_given_to_ddp`; real: every job |
 | data/rng.py `seed_all_generators` | `test_generators_of_gpus_are_seeded` |
 | capture/copy_barrier.py, graph capture | `test_optimizer_step_in_graph_is_refused` |
-| capture/copy_barrier.py, a replayed graph | `test_change_without_hook_discards_snapshot` |
+| capture/source_digests.py | `test_change_during_copy_discards_snapshot` |
 | | real: `test_state_that_a_graph_changes_is_copied` |
 | capture/copy_barrier.py, a skipped step | `test_step_that_a_scaler_skips_keeps_snapshot` |
 | capture/copy_engine.py, streams and events | `test_snapshot_equals_state_at_step_boundary` |
 | capture/copy_engine.py, pinned slots | the same; unit/capture/test_snapshotter.py |
 | | `test_slot_that_cannot_be_pinned_is_copied_slowly` |
 | capture/snapshotter.py, clones; tensors on both devices | `test_snapshot_equals_state_at_step_boundary` |
-| capture/snapshotter.py, compares in the calling thread | `test_change_without_hook_discards_snapshot` |
 | capture/snapshot_plan.py, devices and shards | the same; real: jobs with two workers on a node |
 | capture/direct_write.py | `test_live_state_is_written_in_pieces` |
 | state/state_dict.py, digests | `test_resume_loads_state_onto_gpu` |

@@ -247,7 +247,7 @@ def test_damaged_bytecode_of_the_command_names_the_file(tmp_path: Path, module: 
     """A full disk cuts such a file. The exit code says that the machine is at fault."""
     package = tmp_path / "elastic_resume"
     shutil.copytree(ROOT / "elastic_resume", package, ignore=shutil.ignore_patterns("__pycache__"))
-    compiled = Path(py_compile.compile(str(package / f"{module}.py")))
+    compiled = Path(py_compile.compile(str(package / f"{module}.py"), doraise=True) or "")
     os.truncate(compiled, compiled.stat().st_size // 2)
     command = [sys.executable, "-m", "elastic_resume", "run", "train.py"]
     end = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

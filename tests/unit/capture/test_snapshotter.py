@@ -119,7 +119,7 @@ KINDS: dict[str, Build] = {
 
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    """Resume in this process; only the first step is committed. Small tensors too are copied in background."""
+    """Resume in this process, with background copies of small tensors too. Only the first step is committed."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(snapshot_plan, "MIN_BACKGROUND_BYTES", 1)
     runs: list[Run] = []
