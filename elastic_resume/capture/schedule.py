@@ -106,6 +106,7 @@ class SnapshotScheduler:
         self.is_sharded = self.snapshotter.is_sharded
         self.meter = CostMeter(self.snapshotter)
         self._committed_step = self._loaded_step = saved_step  # of the newest commit, requested or done
+        self._before_request: tuple[int, float] | None = None  # step and time of the commit before
         self._context = context
         self._slot_client = slot_client
         self._generation = plan.generation
@@ -174,6 +175,11 @@ class SnapshotScheduler:
         self, position: Position, *, may_commit: bool, is_epoch_over: bool, is_drained: bool
     ) -> None:
         step, client = position.step, self._slot_client
+        if self._before_request is not None:
+            self.snapshotter.wait_for_copy()
+            if self.snapshotter.copy_problem:  # the snapshot to commit has failed, so a commit is due again
+                self._committed_step, self._last_commit_at = self._before_request
+            self._before_request = None
         if self.is_sharded and not client.slot_count:
             raise MachineError(
                 f"node {self._context.node} has no memory for a snapshot, and a sharded model can only be "
@@ -206,6 +212,7 @@ class SnapshotScheduler:
         ):
             self.meter.snapshot_count += 1
             if actions.commits:
+                self._before_request = self._committed_step, self._last_commit_at
                 self._committed_step, self._last_commit_at = step, time.monotonic()
                 self._commit_stall_s = self.snapshotter.stall_s
         # Only now: a local rank that ends this step late must find its snapshot announced, or decided.

@@ -76,7 +76,7 @@ class SlotAccess:
         return client.map_slot(chosen.index, chosen.serial)
 
     def _is_peer_behind(self, snapshot_id: int) -> bool:
-        if not self._control.is_copying_older(self._others, snapshot_id):
+        if not self._control.is_copying(self._others, snapshot_id):
             return False
         self.problem = "a local rank is still copying its share of the previous snapshot"
         return True
@@ -111,14 +111,13 @@ class SlotAccess:
         """Record that this rank has copied its share."""
         slot.record.set_copied(self._local_rank, snapshot_id)
 
-    def fail_torn(self, slot: Slot) -> None:
-        """Record that this rank's share is torn. No rank of this node copies in the background any more."""
+    def copy_at_once(self) -> None:
+        """Let no rank of this node copy in the background any more."""
         self._control.set("copies_at_once", 1)
-        self.fail(slot)
 
-    def fail(self, slot: Slot) -> None:
+    def fail(self, slot: Slot, snapshot_id: int) -> None:
         """Record that this rank's share is missing or torn."""
-        slot.record.set_copied(self._local_rank, slot_memory.COPY_FAILED)
+        slot.record.set_copied(self._local_rank, snapshot_id | slot_memory.COPY_FAILED)
 
     def wait_until_complete(self, snapshot_id: int, timeout_s: float) -> bool:
         """Wait for all shares of a snapshot; return whether it is complete."""

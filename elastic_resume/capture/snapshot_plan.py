@@ -29,7 +29,7 @@ from elastic_resume.state.state_dict import REPLICATED, Leaf
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SPLIT = 32 << 20
-# To digest a smaller tensor twice takes longer than to copy it at once.
+# Smaller tensors on a device are copied at once: to digest one twice takes longer.
 MIN_BACKGROUND_BYTES = 64 << 10
 
 
@@ -105,7 +105,7 @@ def make_plan(
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
     own_shards = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]
     whole = [
-        (leaf, may_overlap and leaf.tensor.nbytes >= MIN_BACKGROUND_BYTES)
+        (leaf, may_overlap and (leaf.tensor.nbytes >= MIN_BACKGROUND_BYTES or not leaf.tensor.is_cuda))
         for leaf, may_overlap in filled
         if not leaf.is_divided
     ]

@@ -12,11 +12,11 @@ At a step boundary::
 
 The slot is valid when all shares are in place; if a rank dies during its copy the slot never becomes valid.
 
-Large parameters and their optimizer state are copied in the background, because usually only an optimizer
-step changes them. All other tensors are copied at once, because the next forward pass may change them. The
-whole copy is synchronous without a tracked optimizer. If a script changes a tensor while it is copied in the
-background, `source_digests` finds that: the snapshot is discarded, and later copies of this node are
-synchronous.
+Large parameters and their optimizer state on a device are copied in the background, because usually only an
+optimizer step changes them. All other tensors are copied at once, because the next forward pass may change
+them, and so are tensors in host memory: to digest one twice costs more than to copy it. The whole copy is
+synchronous without a tracked optimizer. If a script changes a tensor while it is copied in the background,
+`source_digests` finds that: the snapshot is discarded, and later copies of this node are synchronous.
 
 A tensor that is divided over the ranks of a node (FSDP) is copied by all of them, each its own shard. If the
 next forward pass may change one of them, the copy of that rank is synchronous.
@@ -120,6 +120,7 @@ class Snapshotter:
         self._job: CopyJob | None = None
         self._failed_plan_id = 0  # id of the plan whose shares did not all arrive
         self._is_split = False  # whether other ranks copy a share of the newest snapshot
+        self._is_background = False  # whether the newest snapshot was copied in the background
         self._failure_logged = False
         self._pid = os.getpid()
         self.stall_s = 0.0  # time that the newest snapshot has taken from the training thread
@@ -149,8 +150,8 @@ class Snapshotter:
             UntrackableError: an object has come to hold state that cannot be stored.
 
         """
-        self.wait_for_copy()
         began = time.perf_counter()
+        self.wait_for_copy()
         self._wait_for_previous()
         snapshot_id = encode_snapshot_id(self._generation, position.step, is_epoch_over=is_epoch_over)
         state_view, plan = self._state.read()
@@ -159,6 +160,7 @@ class Snapshotter:
                 state_dict.refuse_divided(state_view.leaves)
             self._plan, self._views_by_slot = plan, {}
         plan = plan.as_single_share() if leader_only or self._failed_plan_id == plan.plan_id else plan
+        digests = self._digest_share(plan)
         slot: Slot | None = None
         clones: NamedTensors = []
         if self._context.is_local_leader:
@@ -185,7 +187,10 @@ class Snapshotter:
             return False
         self.copy_problem = ""
         own = [leaf for leaf in state_view.uncached_leaves if leaf.is_divided and leaf.tensor.numel()]
-        self._start_copy(plan, slot, snapshot_id, clones, TensorGroup(own))
+        share, uncached = self._get_share(plan), TensorGroup(own)
+        devices = share.devices.union(uncached.devices, (tensor.device for _, tensor in clones))
+        events = self._cuda_streams.record_start_events(devices)  # the copies wait for the digests too
+        self._start_copy(CopyTask(plan, slot, snapshot_id, share, uncached, clones, events, digests))
         self.snapshot_id, self._is_split = snapshot_id, len(plan.shares) > 1
         self.stall_s = time.perf_counter() - began
         return True
@@ -241,13 +246,36 @@ class Snapshotter:
 
     def _wait_for_previous(self) -> None:
         """Wait until the previous snapshot is complete, or one of its shares has failed."""
-        copied_at_once = self._slots.copies_at_once
         if self._is_split and not self.wait_until_complete() and self._plan is not None:
-            was_torn = self._slots.copies_at_once != copied_at_once  # which does not happen again
+            was_torn = self._is_background and self._slots.copies_at_once  # which does not happen again
             if not was_torn:
                 # A local rank has another plan, or is late: the local leader copies everything from now on.
                 self._failed_plan_id = self._plan.plan_id
         self._is_split = False
+
+    def _digest_share(self, plan: SnapshotPlan) -> SourceDigests | None:
+        """Return the digests of this rank's share; None if training waits for the copy."""
+        share = self._get_share(plan)
+        at_once = plan.copies_at_once or self._slots.copies_at_once or not share.devices
+        self._is_background = self._barrier.has_hooks and not at_once
+        if not self._is_background:
+            return None
+        try:
+            return SourceDigests(share.leaves)
+        except RuntimeError as error:  # the device has no memory for it
+            self._copy_at_once(f"no digest could be computed ({error})"[:300], 0.0)
+            return None
+
+    def _copy_at_once(self, why: str, copy_s: float) -> None:
+        """From now on let training wait for each copy of this node; log it once."""
+        is_known = self._slots.copies_at_once
+        self._slots.copy_at_once()
+        if not is_known:
+            about = f", about {copy_s * 1e3:.0f} ms" if copy_s else ""
+            logger.warning(
+                f"rank {self._context.collectives.rank}: {why} while a snapshot was copied, which is "
+                f"discarded. From now on run.step() of this node waits for each copy{about}."
+            )
 
     def _copy_immediate(
         self, slot: Slot, plan: SnapshotPlan, uncached_leaves: Iterable[Leaf]
@@ -267,26 +295,13 @@ class Snapshotter:
             clones += [(leaf.name, leaf.tensor.detach().clone()) for leaf in on_device]
         return clones
 
-    def _start_copy(
-        self,
-        plan: SnapshotPlan,
-        slot: Slot | None,
-        snapshot_id: int,
-        clones: NamedTensors,
-        uncached: TensorGroup,
-    ) -> None:
-        """Copy this rank's share: in the background if it can be, else now."""
-        share = self._get_share(plan)
-        devices = share.devices.union(uncached.devices, (tensor.device for _, tensor in clones))
-        is_background = self._barrier.has_hooks and not (plan.copies_at_once or self._slots.copies_at_once)
-        digests = SourceDigests(share.leaves) if is_background else None
-        events = self._cuda_streams.record_start_events(devices)  # the copies wait for the digests too
-        task = CopyTask(plan, slot, snapshot_id, share, uncached, clones, events, digests)
-        self._slots.set_copying(snapshot_id, awaiting_slot=slot is None)
-        peer_timeout_s = PEER_TIMEOUT_S if is_background else LONG_PEER_TIMEOUT_S
+    def _start_copy(self, task: CopyTask) -> None:
+        """Copy this rank's share: in the background if its digests are there, else now."""
+        self._slots.set_copying(task.snapshot_id, awaiting_slot=task.slot is None)
+        peer_timeout_s = LONG_PEER_TIMEOUT_S if task.digests is None else PEER_TIMEOUT_S
         job = self._job = CopyJob(lambda job: self._run_task(job, task), peer_timeout_s)
         self._copy_thread.submit(job) if self._barrier.has_hooks else run_job(job)
-        if not is_background:
+        if task.digests is None:
             job.wait_until_done()
 
     def _check_result(self, job: CopyJob) -> None:
@@ -295,11 +310,10 @@ class Snapshotter:
             self._report_failure(f"{type(job.error).__name__}: {job.error}"[:500])
             self._state.forget()
         elif job.torn_names:
-            self._is_split = False
-            self._report_failure(
-                f"{summarize_names(job.torn_names)} changed between run.step() and the next "
-                "optimizer.step(), while it was copied: from now on run.step() waits for the copy, "
-                f"{job.copy_s * 1e3:.1f} ms"
+            names = summarize_names(job.torn_names)
+            self.copy_problem = f"{names} changed between run.step() and the next optimizer.step(), meanwhile"
+            self._context.events.emit(
+                "snapshot-failed", generation=self._generation, reason=self.copy_problem
             )
 
     def _report_failure(self, problem: str) -> None:
@@ -329,16 +343,16 @@ class Snapshotter:
             # Otherwise the local leader copies everything.
             if slot is not None and rank < slot.record.get("share_count"):
                 self._copy_into_slot(slot, task, job)
-                if task.digests is not None:
-                    job.torn_names = task.digests.find_torn(self._get_views(slot, task.plan).by_name)
-                if job.torn_names:
-                    self._slots.fail_torn(slot)
+                if self._is_torn(slot, task, job):
+                    self._slots.fail(slot, task.snapshot_id)
                     return
                 self._slots.confirm(slot, task.snapshot_id)
                 failpoints.hit("snapshot.confirmed")
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ValueError) and task.digests is not None:  # from `copy_tensors`
+                self._copy_at_once(str(error), 0.0)
             if slot is not None:
-                self._slots.fail(slot)
+                self._slots.fail(slot, task.snapshot_id)
             raise
         finally:
             self._slots.set_copying(0)
@@ -370,6 +384,15 @@ class Snapshotter:
             event.synchronize()
         job.copy_s = time.perf_counter() - began
         failpoints.hit("snapshot.copied")
+
+    def _is_torn(self, slot: Slot, task: CopyTask, job: CopyJob) -> bool:
+        """Check a background copy. If it is torn, the node copies at once from now on."""
+        if task.digests is not None:
+            job.torn_names = task.digests.find_torn(self._get_views(slot, task.plan).by_name)
+        if job.torn_names:
+            names = summarize_names(job.torn_names)
+            self._copy_at_once(f"{names} changed between run.step() and optimizer.step()", job.copy_s)
+        return bool(job.torn_names)
 
     def _get_views(self, slot: Slot, plan: SnapshotPlan) -> SlotViews:
         key = (slot.index, slot.serial, plan.plan_id)

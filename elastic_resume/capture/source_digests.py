@@ -2,27 +2,27 @@
 
 A script may change a parameter while a background copy reads it: a layer that normalises its weight in
 forward(), an average that is swapped in for an evaluation, a clamp, a replayed CUDA graph. Neither a hook nor
-a version counter sees all of these, since ``p.data``, numpy and kernels write without one. So the sources are
-digested at the step boundary, before training continues, and the copies once they are complete.
+a version counter sees all of these, since ``p.data`` and kernels write without one. So the sources are
+digested at the step boundary, in the stream of training, and the copies in host memory once they are
+complete. A copy with the digest of its source has the bytes of the boundary, whatever happened meanwhile.
 
-A copy with the digest of its source has the bytes of the boundary, whatever happened meanwhile. For host
-memory the digest is xxh3-64, which misses a change with a probability of 2^-64. A tensor on a device is
-digested there: its words form a table of 1,024 columns, and the digest is the sum of each row and column,
-modulo 2^64. It misses a change only if that keeps all of these sums.
+The digest has a number modulo 2^64 for each row of 8 KiB: the sum of its words, each multiplied by an odd
+random number of its column. A changed word always changes it; several changed words keep it with a
+probability of about 2^-64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 
-from elastic_resume.state.state_dict import Leaf, view_bytes
+from elastic_resume.state.state_dict import Leaf
 
-COLUMN_COUNT = 1024
-_WORD_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS_PER_ROW = 1024
+PIECE_BYTES = 32 << 20  # of each temporary tensor; a multiple of a row
 
 
 class SourceDigests:
@@ -30,53 +30,51 @@ class SourceDigests:
 
     def __init__(self, leaves: Iterable[Leaf]) -> None:
         """Digest the tensors now; those on a device in its current stream, without waiting for it."""
-        self._digests = [(leaf, self._digest_source(leaf.tensor)) for leaf in leaves]
-
-    @staticmethod
-    def _digest_source(tensor: Tensor) -> int | Tensor:
-        in_order = _flatten(tensor, tensor)
-        if not tensor.is_cuda:
-            return _digest_bytes(in_order)
-        return sum_words(in_order).to("cpu", non_blocking=True)
+        self._digests: list[tuple[str, Sequence[int], Tensor]] = []
+        for leaf in leaves:
+            tensor = leaf.tensor.detach()
+            order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+            digest = digest_words(_flatten(tensor, order)).to("cpu", non_blocking=True)
+            self._digests.append((leaf.name, order, digest))
 
     def find_torn(self, copies: Mapping[str, Tensor]) -> list[str]:
         """Return the names of tensors whose copy in host memory, by name, is not the digested tensor.
 
         Call it when the device has done what was in the stream before the copy.
         """
-        return [leaf.name for leaf, digest in self._digests if not _is_equal(digest, leaf, copies[leaf.name])]
+        return [
+            name
+            for name, order, digest in self._digests
+            if not torch.equal(digest_words(_flatten(copies[name], order)), digest)
+        ]
 
 
-def _is_equal(digest: int | Tensor, leaf: Leaf, copy: Tensor) -> bool:
-    in_order = _flatten(copy, leaf.tensor)
-    if isinstance(digest, Tensor):
-        return torch.equal(sum_words(in_order), digest)
-    return _digest_bytes(in_order) == digest
+def _flatten(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the elements in the order of these dimensions: for a source that in which they lie in memory."""
+    return tensor.permute(*order).contiguous().view(-1) if tensor.dim() > 1 else tensor.contiguous().view(-1)
 
 
-def _flatten(tensor: Tensor, source: Tensor) -> Tensor:
-    """Return the elements of ``tensor`` in the order in which those of ``source`` lie in memory.
-
-    That is a view, except for the copy of a tensor that is not contiguous, such as one in channels_last.
-    """
-    strides = source.stride()
-    order = sorted(range(source.dim()), key=lambda dim: -strides[dim])
-    return tensor.detach().permute(order).contiguous().view(-1)
+def digest_words(flat: Tensor) -> Tensor:
+    """Return the digest of a contiguous one-dimensional tensor, on its device: int64, one for each row."""
+    return torch.cat([*_iter_row_sums(flat.view(torch.uint8))])
 
 
-def _digest_bytes(flat: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(view_bytes(flat))
+def _iter_row_sums(data: Tensor) -> Iterator[Tensor]:
+    for piece in data.split(PIECE_BYTES):
+        if piece.data_ptr() % 8:
+            piece = piece.clone()  # noqa: PLW2901 - int64 needs an aligned address
+        whole = piece.numel() // 8 * 8
+        words = piece[:whole].view(torch.int64)
+        full_rows = words.numel() // WORDS_PER_ROW
+        weights = _weights(words.device)
+        yield (words[: full_rows * WORDS_PER_ROW].view(full_rows, WORDS_PER_ROW) * weights).sum(1)
+        last_row = words[full_rows * WORDS_PER_ROW :]
+        yield (last_row * weights[: last_row.numel()]).sum(0, keepdim=True)
+        yield piece[whole:].long()
 
 
-def sum_words(flat: Tensor) -> Tensor:
-    """Return the sums of columns and rows of a one-dimensional tensor's words, and the words of the rest."""
-    words = _view_words(flat)
-    rest = words.numel() % COLUMN_COUNT
-    table = words[: words.numel() - rest].view(-1, COLUMN_COUNT)
-    sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]
-    return torch.cat([*sums, words[words.numel() - rest :].long()])
-
-
-def _view_words(flat: Tensor) -> Tensor:
-    """View a contiguous tensor as integers of its elements' size, at most 8 bytes."""
-    return flat.view(torch.uint8).view(_WORD_TYPES[min(flat.element_size(), 8)])
+@functools.lru_cache(maxsize=64)
+def _weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(1 << 63), (1 << 63) - 1, (WORDS_PER_ROW,), generator=generator)
+    return (numbers | 1).to(device)

@@ -15,7 +15,7 @@ Each word has one writing process, so a reader sees the old or the new value, an
 
     agent          serial, capacity, pinned, soft_pinned, committed of each slot; costs of commits and digests
     local leader   all other words of each slot; decided_id, next_snapshot_step
-    local rank r   copied[r] of each slot, copying[r]; copies_at_once, which becomes 1 and stays so
+    local rank r   copied[r] of each slot, copying[r]; any of them sets copies_at_once, to 1 only
 
 The agent is the process that runs the committer. The workers of a generation start after those of the
 previous one have ended. So there is one local leader, local rank 0, at a time.
@@ -37,8 +37,9 @@ Why a complete slot is whole, in each interleaving:
   meanwhile, unless the same id is complete again. So a reader first stores the id as ``pinned`` or
   ``soft_pinned``, then checks; `Slot.take` first clears the id, then refuses a slot that is pinned for the
   same id. One of the two sees the other's store. A pin for another id only keeps the slot from being chosen.
-- A rank that copies a share late has stored ``copying`` before it looked for the slot. The local leader has
-  cleared the slot's id before it reads ``copying``, and then takes the slot from no such rank.
+- A rank that copies a share late has stored ``copying`` before it read the slot's ``share_count``. The local
+  leader has cleared that before it reads ``copying``, and then takes the slot from no such rank. This holds
+  for another try of the same id too.
 - A slot is discarded by the local leader alone, so a late message never clears a newer snapshot.
 
 This needs stores to become visible in program order. x86 guarantees that; elsewhere each access of a word has
@@ -73,7 +74,7 @@ MAX_SLOTS = 8  # three in use, three larger ones that replace them, and two spar
 PAGE_BYTES = 4096
 SMALL_SLOT_BYTES = 64 << 20  # created, mapped and populated in some 50 ms, so no thread is needed
 _METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
-COPY_FAILED = 1  # stored as a rank's snapshot id when its copy failed; never a valid id
+COPY_FAILED = 1 << 63  # flag on the snapshot id that a rank stores when its copy failed
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
 _HEADER_WORDS = 16
@@ -265,10 +266,10 @@ class ControlBlock:
         self._words[COPYING_START + local_rank] = snapshot_id | (AWAITING_SLOT if awaiting_slot else 0)
         barrier()
 
-    def is_copying_older(self, local_ranks: Iterable[int], snapshot_id: int) -> bool:
-        """Whether one of these ranks still copies an older snapshot than ``snapshot_id``."""
-        copying = (self._words[COPYING_START + rank] & ~AWAITING_SLOT for rank in local_ranks)
-        return any(0 < copied_id < snapshot_id for copied_id in copying)
+    def is_copying(self, local_ranks: Iterable[int], snapshot_id: int) -> bool:
+        """Whether one of these ranks still copies an older snapshot, or an earlier try of this one."""
+        copying = [self._words[COPYING_START + rank] for rank in local_ranks]
+        return any(0 < word & ~AWAITING_SLOT < snapshot_id or word == snapshot_id for word in copying)
 
     def slot_record(self, index: int) -> SlotRecord:
         """Return the words of slot ``index``; raise ValueError after `close`."""
@@ -326,9 +327,10 @@ class SlotRecord:
         return snapshot_id if all(copied_id == snapshot_id for copied_id in copied_ids) else 0
 
     def has_failed_copy(self) -> bool:
-        """Whether a local rank failed to copy its share."""
+        """Whether a local rank failed to copy its share of the announced snapshot."""
         start = self._at + _COPIED_START
-        return COPY_FAILED in self._words[start : start + min(self.get("share_count"), MAX_LOCAL_RANKS)]
+        copied_ids = self._words[start : start + min(self.get("share_count"), MAX_LOCAL_RANKS)]
+        return self.announced_id() | COPY_FAILED in copied_ids
 
     def read_state(self) -> SlotState:
         """Read the fields on which decisions depend."""
@@ -375,6 +377,7 @@ class Slot:
         """
         record = self.record
         record.set("snapshot_id", 0)
+        record.set("share_count", 0)
         record.set_copied(0, 0)
         if record.get("written_serial") != self.serial:
             record.set("plan_id", 0)

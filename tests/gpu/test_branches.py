@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic_resume.capture.copy_engine import CopyJob
+from elastic_resume.capture.snapshotter import Snapshotter
 from elastic_resume.data import rng
 from elastic_resume.errors import UsageError
 from elastic_resume.ranks.collectives import Collectives
@@ -22,6 +25,7 @@ from elastic_resume.training.run import Run
 from tests.gpu.real_gpu import RealGpu
 from tests.support import state_image
 from tests.support.fake_gpu import FakeGpu
+from tests.support.rendezvous_nodes import wait_until
 from tests.unit.capture.test_snapshotter import (
     assert_held,
     assert_same,
@@ -111,22 +115,71 @@ def test_step_that_a_scaler_skips_keeps_snapshot(gpu: Gpu, begin: Begin) -> None
     assert failures(run) == []
 
 
-def test_change_during_copy_discards_snapshot(gpu: Gpu, begin: Begin) -> None:
-    """The digests come from the device. Later snapshots are complete before run.step() returns."""
-    objects = build(gpu)
-    run = begin(**objects)
+def replace_by_transposed(weight: Tensor) -> None:
+    """Give the parameter another storage, with other strides."""
+    weight.data = weight.data.t()
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda weight: weight.data.add_(1),  # as the replay of a graph does
+    "another storage": replace_by_transposed,
+    "one element": lambda weight: weight.data.view(-1)[77].add_(1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # of another layout
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_change_during_copy_discards_snapshot(
+    change: Callable[[Tensor], Any], gpu: Gpu, begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so; later snapshots are complete before run.step() returns, in later generations too."""
+    model = nn.Linear(64, 64)
+    gpu.place(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = begin(model=model, optimizer=optimizer, save_every=1)
+
+    def train() -> None:
+        model(gpu.put(torch.randn(6, 64))).pow(2).sum().backward()
+        optimizer.step()
+
     for number in range(1, 5):
-        step(gpu, objects)
+        train()
         with gpu.slow() if number == 1 else contextlib.nullcontext():
             run.step()
             state = expected(run)
-            objects["model"][0].weight.data.add_(1)  # as the replay of a graph does
+            before = model.weight.data
+            change(model.weight)
             if number == 1:
-                step(gpu, objects)
+                train()  # waits for the copy, then changes more
         assert is_complete(run) == (number > 1)
         if number > 1:
             assert_held(run, number, state)
-    assert ["model/0.weight" in reason for reason in failures(run)] == [True]
+        model.weight.data = before
+    assert ["model/weight" in reason for reason in failures(run)] == [True]
+    assert capsys.readouterr().err.count("model/weight changed between run.step() and optimizer.step()") == 1
+    wait_until((run._context.node_dir / "g000001-s0000000002").is_dir, "the commit that step 1 has missed")
+    later = Snapshotter(run._tracked, run._committer_connection.slot_client, run._context, 2)
+    assert later.start_snapshot(run.position)
+    assert later._job is None or later._job.done.is_set()
+    later.close()
+
+
+def test_change_of_dtype_during_copy_ends_background_copies(gpu: Gpu, begin: Begin) -> None:
+    """Else no snapshot of such a script would ever be complete."""
+    model = nn.Linear(64, 64)
+    gpu.place(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = begin(model=model, optimizer=optimizer)
+    for number in range(1, 4):
+        model(gpu.put(torch.randn(6, 64))).pow(2).sum().backward()
+        optimizer.step()
+        before = model.weight.data
+        run._snapshot_scheduler.snapshotter._copy_thread.submit(CopyJob(lambda _: time.sleep(0.2)))
+        run.step()
+        if number == 1:
+            model.weight.data = gpu.put(before.half())
+        assert is_complete(run) == (number > 1)
+        model.weight.data = before
 
 
 def test_optimizer_step_in_graph_is_refused(gpu: Gpu, begin: Begin) -> None:

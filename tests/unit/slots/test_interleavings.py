@@ -149,7 +149,7 @@ class SharedNode:
         attempt = self.attempts[snapshot_id] = self.attempts.get(snapshot_id, 0) + 1
         if attempt > 1:  # the share of a late rank may have completed it just now
             self.given_up.add(snapshot_id)
-        if not slot.take(snapshot_id) or self.control.is_copying_older([1], snapshot_id):
+        if not slot.take(snapshot_id) or self.control.is_copying([1], snapshot_id):
             return
         self.store(slot, LEADER_BYTES[:2], snapshot_id % 100 + attempt)  # read at the time of the attempt
         slot.announce(snapshot_id, share_count=share_count)
