@@ -113,38 +113,36 @@ def _read_end(log: Path) -> str:
         return file.read(MAX_LOG_BYTES).decode(errors="replace")
 
 
-_VARIABLES_OF_OTHERS = {
-    "PYTEST_CURRENT_TEST",
-    "TORCHINDUCTOR_CACHE_DIR",
-}  # an import of torch sets the latter
-_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+_SET_BY_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
+_SIGNALS = signal.valid_signals() - {signal.SIGALRM, signal.SIGCHLD}  # of pytest-timeout, and a DataLoader's
 
 
-def _describe_process() -> dict[str, object]:
-    """Return what a test can change for the tests that run after it in this process."""
-    signals = signal.valid_signals() - {signal.SIGALRM}  # pytest-timeout's
+def _describe_limits() -> dict[str, object]:
     status = Path("/proc/self/status").read_text()
     return {
-        **{name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
-        **{f"${name}": value for name, value in os.environ.items() if name not in _VARIABLES_OF_OTHERS},
-        **{f"handler of signal {number}": signal.getsignal(number) for number in signals},
-        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        **{name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name},
         "umask": next(line for line in status.splitlines() if line.startswith("Umask:")),
-        "working directory": Path.cwd(),
-        "sys.path": list(sys.path),
-        "sys.excepthook": sys.excepthook,
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "sys.dont_write_bytecode": sys.dont_write_bytecode,
     }
 
 
 @pytest.fixture(autouse=True)
-def check_process_is_unchanged() -> Iterator[None]:
-    """Fail a test that leaves its process limited or changed, since later tests may depend on that."""
-    before = _describe_process()
+def restore_process() -> Iterator[None]:
+    """Restore what a test changed in its process. Fail it if it leaves the process limited."""
+    limits, environment, directory = _describe_limits(), dict(os.environ), Path.cwd()
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    hook, path = sys.excepthook, list(sys.path)
     yield
-    after = _describe_process()
-    assert {name: value for name, value in after.items() if before.get(name) != value} == {}
-    assert before.keys() == after.keys()
+    for name in os.environ.keys() - environment.keys() - _SET_BY_IMPORTS:
+        del os.environ[name]
+    os.environ.update(environment)
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    sys.excepthook, sys.path[:] = hook, path
+    os.chdir(directory)
+    assert _describe_limits() == limits
 
 
 @pytest.fixture(autouse=True)

@@ -77,9 +77,9 @@ def until_go(name, *_):
 step()
 if not is_leader:
     failpoints.hit = until_go
-run.step()
-step()  # on rank 1 it waits at the copy barrier
+run.step()  # on rank 1 it waits for the copy
 if is_leader:
+    model[0].weight.data.add_(1)
     results["taken"] = snapshots.start_snapshot(run._progress.finish_step(), leader_only=True)
     snapshots.wait_for_copy()
     go.touch()

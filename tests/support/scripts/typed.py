@@ -162,6 +162,7 @@ def main(directory: Path) -> None:
         train()
         path: Path | None = run.save()
         run.assert_ranks_equal()
+        assert run.world_change is None or run.position.step
     assert read_again(directory)
     print(f"trained: {path is not None} {len(hooks)} hooks")
 
