@@ -327,7 +327,7 @@ def _read_required(
         except FileNotFoundError:
             return None
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        record = json.loads(data)
+        record: dict[str, Any] = json.loads(data)
         if is_valid(record):  # raises TypeError if it is no object
             return record
     raise NodeFileError(f"{path}: is damaged. {advice}")

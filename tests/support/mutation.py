@@ -35,12 +35,14 @@ from types import CodeType, FunctionType
 import psutil
 import pytest
 
+_OWNERS = "../integration/test_checkpoint_dir.py::test_"  # without those that mount: a killed one leaves it
+_ARGUMENTS = "../integration/test_earlier_start.py::test_script_arguments_file_"
 TESTS = {
     "elastic_resume/slots": "slots capture/test_snapshotter.py restore/test_warm_memory.py",
     "elastic_resume/checkpoint": "checkpoint slots/test_committer.py",
-    "elastic_resume/checkpoint/node_dir": "../integration/test_checkpoint_dir.py"
-    " ../integration/test_earlier_start.py::test_script_arguments_file_drops_oversized_arguments"
-    " ../integration/test_earlier_start.py::test_script_arguments_file_masks_secrets",
+    "elastic_resume/checkpoint/node_dir": f"{_OWNERS}claim_names_present_owner"
+    f" {_OWNERS}second_claim_by_owner_is_usage_error {_OWNERS}forked_child_cannot_release_lock"
+    f" {_ARGUMENTS}drops_oversized_arguments {_ARGUMENTS}masks_secrets",
     "elastic_resume/rendezvous/net": "rendezvous/net",
     "elastic_resume/agent/workers": "agent/workers ../integration/test_launcher_shim.py",
     "elastic_resume/state": "state",

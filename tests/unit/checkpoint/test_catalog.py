@@ -139,7 +139,7 @@ class DiskThatListsCalls(Disk):
         super().remove_tree(path)
 
 
-def test_quarantine_syncs_both_directories_in_order(tmp_path: Path) -> None:
+def test_names_are_synced_in_order(tmp_path: Path) -> None:
     """The new name is durable before the old one goes, and no name is durable when the first byte goes."""
     node, quarantine = tmp_path.name, constants.QUARANTINE_DIR
     catalog = Catalog(tmp_path, RUN, disk := DiskThatListsCalls())
@@ -156,6 +156,11 @@ def test_quarantine_syncs_both_directories_in_order(tmp_path: Path) -> None:
     catalog.delete_quarantined(moved)
     assert disk.calls[:4] == [("rename", quarantine), ("sync", quarantine), ("sync", node), ("remove", node)]
     assert list((tmp_path / quarantine).iterdir()) == []
+    for step in (2, 3, 4):
+        save_checkpoint(tmp_path, 1, step)
+    disk.calls.clear()
+    assert len(catalog.prune(2)) == 1
+    assert disk.calls[:3] == [("rename", node), ("sync", node), ("remove", node)]
 
 
 def test_remove_unfinished_removes_directories_of_dead_writers_only(tmp_path: Path) -> None:

@@ -370,8 +370,26 @@ def test_idle_strangers_do_not_keep_receiver_out(serve: Serve) -> None:
     receive(table, [holder.sender], 1)
     assert_received(table)
     wait_for(lambda: len(holder._connections) <= transfer.MAX_UNAUTHENTICATED, "the oldest to go")
+    strangers[0].settimeout(transfer.SILENCE_TIMEOUT_S / 2)
+    assert strangers[0].recv(1) == b""
     for stranger in strangers:
         stranger.close()
+
+
+def test_idle_receiver_stays_connected_until_server_closes(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for its own memory longer than for a silent server."""
+    monkeypatch.setattr(transfer, "SILENCE_TIMEOUT_S", 0.2)
+    holder = serve("a")
+    with contextlib.closing(transfer._connect(holder.sender)) as connection:
+        for _ in range(3):
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+        connection.sendall(transfer._REQUEST.pack(0))
+        assert len(transfer._receive_exactly(connection, 1 + 16 + BLOCK)) == 17 + BLOCK
+        holder.close()
+        assert connection.recv(1) == b""
 
 
 def test_request_beyond_last_block_ends_connection(serve: Serve) -> None:
