@@ -49,6 +49,7 @@ TESTS = {
     "elastic_resume/restore": "restore training/test_run.py",
 }
 _IO = "elastic_resume/checkpoint/atomic_io.py"
+_TRANSFER = "elastic_resume/restore/transfer.py"
 _UNALIGNED = "the kernel refuses what is not aligned, and it is written without O_DIRECT"
 ACCEPTED = {  # (module, what is removed): why no test needs to notice
     (_IO, "operand: size == 0"): "writing nothing returns 0 too",
@@ -56,6 +57,12 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
     (_IO, "never: memory_address(view) % DIRECT_IO_ALIGNMENT"): _UNALIGNED,
     (_IO, "not called: fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)"): "it changes the speed",
     (_IO, "never: end - start >= _WRITE_CHUNK_BYTES"): "advice to the kernel changes the speed",
+    (
+        _TRANSFER,
+        "filter: (error := task.join()) is not None",
+    ): "each task has failed if the state is incomplete",
+    (_TRANSFER, "never: not self._missing"): "a thread that fails after the last block changes nothing",
+    (_TRANSFER, "operand: not self._in_flight"): "a thread ends early, and another one receives the rest",
 }
 EMPTY = {"{}", "[]", "()", "''", "0", "None"}  # "or {}" has no mutant
 NEVER, ALWAYS = "(({}) and False)", "(({}) or True)"
