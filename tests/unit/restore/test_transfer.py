@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -400,7 +401,7 @@ def test_oldest_stranger_goes_and_receiver_stays(serve: Serve, monkeypatch: pyte
         for count in (2, 3, 3):
             strangers.append(socket.create_connection((HOST, holder.sender.port)))
             stack.enter_context(strangers[-1])
-            wait_for(lambda count=count: len(holder._connections) == count, "the server")
+            wait_for(partial(lambda n: len(holder._connections) == n, count), "the server")
         strangers[0].settimeout(transfer.SILENCE_TIMEOUT_S / 2)
         assert strangers[0].recv(1) == b""
         receiver.sendall(transfer._REQUEST.pack(0))
