@@ -95,7 +95,7 @@ class Catalog:
             for version, path in self._list_checkpoint_paths()[:limit]
         ]
         # The owner may have pruned some of them meanwhile.
-        return [entry for entry in entries if entry.error is None or not _is_missing(entry.path)]
+        return [entry for entry in entries if not _is_missing(entry.path)]
 
     def list_valid(self, read_data: bool = False, limit: int = MAX_ENTRIES) -> list[CatalogEntry]:
         """Return the entries without an error, newest first."""

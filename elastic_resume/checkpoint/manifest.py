@@ -115,8 +115,6 @@ class Manifest:
         record = _decode_verified(data)
         try:
             position = record.pop("position")
-            if not isinstance(position, dict):
-                raise CorruptError("manifest: position is not an object.")
             for name in ("rank0_tensors", "blocks"):
                 record[name] = tuple(record[name])
             manifest = Manifest(position=Position(**position), **record)

@@ -177,7 +177,7 @@ class NodeDir:
             lambda record: type(record["launcher_id"]) is str,
             "Remove the file; the next start with --resume never then begins at step 0.",
         )
-        if launcher_id and record is not None and record["launcher_id"] == launcher_id:
+        if record is not None and record["launcher_id"] == launcher_id:
             return
         try:
             self._move_all_aside()
@@ -327,8 +327,8 @@ def _read_required(
         except FileNotFoundError:
             return None
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        record = json.loads(data)
-        if isinstance(record, dict) and is_valid(record):
+        record: dict[str, Any] = json.loads(data)
+        if is_valid(record):  # raises TypeError if it is no object
             return record
     raise NodeFileError(f"{path}: is damaged. {advice}")
 

@@ -86,12 +86,10 @@ def _read_direct(descriptor: int, offset: int, into: memoryview) -> int:
     A cold read then need not allocate cache pages and copy out of them.
     """
     size = len(into) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
-    if offset % DIRECT_IO_ALIGNMENT or size == 0:
-        return 0
     try:
         return os.preadv(descriptor, [into[:size]], offset)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # memory that is not aligned
+        if error.errno != errno.EINVAL:  # an offset or memory that is not aligned
             raise
         return 0
 
@@ -106,9 +104,8 @@ def _is_cached(descriptor: int, offset: int, size: int) -> bool:
     resident = (ctypes.c_ubyte * max(1, pages))()
     try:
         with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, offset=offset) as mapping:
-            start = memory_address(mapping)
-            if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), resident) != 0:
-                return False
+            start = ctypes.c_void_p(memory_address(mapping))
+            _libc.mincore(start, ctypes.c_size_t(size), resident)  # an error leaves zeros
     except (OSError, ValueError):
         return False
     return bytes(resident).count(1) >= _CACHED_FRACTION * pages
@@ -150,7 +147,7 @@ def checkpoint_name(generation: int, step: int) -> str:
 def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     """Return (generation, step) of a checkpoint directory's name; None for any other name."""
     match = _NAME_PATTERN.fullmatch(name)
-    if match is None or not name.isascii():
+    if match is None:
         return None
     generation, step = int(match[1]), int(match[2])
     if max(generation, step) > _MAX_COUNT or checkpoint_name(generation, step) != name:
@@ -234,12 +231,8 @@ def read_image(
             _verify_block(manifest, index, image)
             return start + len(block)
 
-        try:
-            for end in readers.map(read, range(len(manifest.blocks))):
-                on_verified(end)
-        except BaseException:
-            readers.shutdown(cancel_futures=True)
-            raise
+        for end in readers.map(read, range(len(manifest.blocks))):  # an error cancels the other reads
+            on_verified(end)
         Layout.parse(image, manifest.file_bytes)
     return image
 

@@ -207,8 +207,7 @@ class BlockServer:
         _verify_proof(connection, self.sender.key, b"receiver", nonces)
         connection.sendall(_prove(self.sender.key, b"server", nonces))
         with self._lock:
-            if connection in self._connections:
-                self._connections[connection] = True
+            self._connections[connection] = True
 
     def _send_block(self, connection: socket.socket, index: int) -> bool:
         """Send a block once it is there; return False if this node's state has failed."""

@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.atomic_io import temporary_name
+from elastic_resume.checkpoint.atomic_io import Disk, temporary_name
 from elastic_resume.checkpoint.catalog import Catalog, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.errors import CorruptError, ForeignError, TornError, UnreadableError
@@ -71,6 +71,7 @@ def test_prune_ignores_unknown_files(tmp_path: Path) -> None:
     for step in range(1, 5):
         save_checkpoint(tmp_path, 1, step)
     (tmp_path / checkpoint_name(0, 2)).write_text("a file")
+    assert len(Catalog(tmp_path, RUN).list_entries()) == 4
     (tmp_path / checkpoint_name(0, 3)).mkdir()
     for odd in ("best model ü\n", "$(rm -rf)", "g1-s2", "-rf", "events.jsonl", "*"):
         (tmp_path / odd).mkdir()
@@ -93,6 +94,73 @@ def test_quarantine_never_overwrites(tmp_path: Path) -> None:
         assert (path / constants.STATE_FILE).read_bytes() == make_image(seed)
         assert read_quarantine_reason(path) == f"reason {seed}"
     assert catalog.list_entries() == []
+
+
+@pytest.mark.parametrize("left", ["directory", "reason"])
+def test_quarantine_overwrites_no_half_of_an_earlier_one(tmp_path: Path, left: str) -> None:
+    """A crash comes before the reason is written, and a user removes the directory only."""
+    catalog = Catalog(tmp_path, RUN)
+    first = catalog.quarantine(save_checkpoint(tmp_path, seed=1), "first")
+    reason = first.with_name(f"{first.name}.reason.json")
+    reason.unlink() if left == "directory" else first.rename(tmp_path / "elsewhere")
+    second = catalog.quarantine(save_checkpoint(tmp_path, seed=2), "second")
+    assert second.name == f"{first.name}.1"
+    assert (second / constants.STATE_FILE).read_bytes() == make_image(2)
+    assert read_quarantine_reason(second) == "second"
+    assert read_quarantine_reason(first).startswith("first" if left == "reason" else "unknown")
+
+
+def test_quarantine_ignores_unfinished_reasons(tmp_path: Path) -> None:
+    """A crash leaves them."""
+    (tmp_path / constants.QUARANTINE_DIR).mkdir()
+    (tmp_path / constants.QUARANTINE_DIR / temporary_name("x.reason.json")).write_text("{")
+    assert Catalog(tmp_path, RUN).list_quarantined() == []
+
+
+class DiskThatListsCalls(Disk):
+    """A real disk that lists what it does to directories."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See base class."""
+        super().rename(source, target)
+        self.calls.append(("rename", source.parent.name))
+
+    def sync_dir(self, path: Path) -> None:
+        """See base class."""
+        super().sync_dir(path)
+        self.calls.append(("sync", path.name))
+
+    def remove_tree(self, path: Path) -> None:
+        """See base class."""
+        self.calls.append(("remove", path.parent.name))
+        super().remove_tree(path)
+
+
+def test_names_are_synced_in_order(tmp_path: Path) -> None:
+    """The new name is durable before the old one goes, and no name is durable when the first byte goes."""
+    node, quarantine = tmp_path.name, constants.QUARANTINE_DIR
+    catalog = Catalog(tmp_path, RUN, disk := DiskThatListsCalls())
+    (tmp_path / quarantine).mkdir()
+    moved = catalog.quarantine(save_checkpoint(tmp_path), "bad")
+    assert disk.calls[-5:] == [
+        ("rename", node),
+        ("sync", quarantine),
+        ("sync", node),
+        ("rename", quarantine),  # the reason
+        ("sync", quarantine),
+    ]
+    disk.calls.clear()
+    catalog.delete_quarantined(moved)
+    assert disk.calls[:4] == [("rename", quarantine), ("sync", quarantine), ("sync", node), ("remove", node)]
+    assert list((tmp_path / quarantine).iterdir()) == []
+    for step in (2, 3, 4):
+        save_checkpoint(tmp_path, 1, step)
+    disk.calls.clear()
+    assert len(catalog.prune(2)) == 1
+    assert disk.calls[:3] == [("rename", node), ("sync", node), ("remove", node)]
 
 
 def test_remove_unfinished_removes_directories_of_dead_writers_only(tmp_path: Path) -> None:

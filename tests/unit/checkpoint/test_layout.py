@@ -183,6 +183,13 @@ def test_invalid_header_is_refused(table: Any, data: int, error: type[Checkpoint
         Layout.parse(header, len(header) + data)
 
 
+def test_empty_tensor_needs_no_alignment() -> None:
+    """It has no bytes; safetensors writes such files."""
+    byte = entry(dtype="U8", shape=[1], data_offsets=[0, 1])
+    header = frame_header({"a": byte, "b": entry(shape=[0], data_offsets=[1, 1])})
+    assert list(Layout.parse(header, len(header) + 1).extents) == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [

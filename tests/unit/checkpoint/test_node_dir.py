@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +13,10 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import node_dir
-from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.atomic_io import Disk, temporary_name
 from elastic_resume.checkpoint.catalog import scan_run
 from elastic_resume.checkpoint.node_dir import COMMITTED_FILE, MOVED_ASIDE_FILE, NodeDir
-from elastic_resume.errors import ConfigError, MachineError, NodeFileError
+from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError
 from tests.support.checkpoint_samples import RUN, save_checkpoint
 
 
@@ -33,6 +37,116 @@ def test_earlier_run_is_moved_aside_once_per_launcher(tmp_path: Path) -> None:
         assert [entry.error for entries in moved for entry in entries] == [None] * 3
     node.move_earlier_run_aside()  # an agent, without a record
     assert not (node.path / MOVED_ASIDE_FILE).exists()
+
+
+def test_move_aside_leaves_nothing_behind_without_an_earlier_run(tmp_path: Path) -> None:
+    """A temporary file may be that of a live writer, and is no run."""
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        unfinished = node.path / temporary_name("x")
+        unfinished.write_text("x")
+        node.move_earlier_run_aside()
+        assert [path.name for path in tmp_path.iterdir()] == [RUN]
+        save_checkpoint(node.path, 1, 1)
+        node.move_earlier_run_aside()
+        assert unfinished.exists()
+
+
+def test_move_aside_is_durable_before_it_is_recorded(tmp_path: Path) -> None:
+    """After a power cut a recorded launcher would continue from what it should have moved."""
+    calls = []
+
+    class ListingDisk(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            calls.append(("rename", target.relative_to(tmp_path).parts[0]))
+
+        def sync_dir(self, path: Path) -> None:
+            super().sync_dir(path)
+            calls.append(("sync", os.path.relpath(path, tmp_path).split("/")[0]))
+
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    save_checkpoint(node.path, 1, 1)
+    NodeDir(node.path, ListingDisk()).move_earlier_run_aside("7")
+    old = f"{RUN}.old-1"
+    assert calls[calls.index(("rename", old)) :] == [
+        ("rename", old),
+        ("sync", old),
+        ("sync", RUN),
+        ("rename", RUN),  # the record
+        ("sync", RUN),
+    ]
+
+
+def test_owner_holds_one_descriptor(tmp_path: Path) -> None:
+    """A failed claim, a release and a probe of the disk leave none."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    before = count()
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        assert count() == before + 1
+        node.ensure_free_space(0)
+        assert count() == before + 1
+    assert count() == before
+    assert not list(node.path.glob(".tmp-*"))
+
+
+def test_release_unlocks_though_another_process_has_the_file(tmp_path: Path) -> None:
+    """A process that a library forks inherits it until its exec."""
+    node = NodeDir.claim(tmp_path, RUN, "a")
+    descriptor = node_dir._lock_descriptors[node.path.resolve()]
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[descriptor]):
+        node.release()
+        NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"), [("1Mi", "of the volume's 1.05 MB are free"), ("", r"kB|B are f")]
+)
+def test_too_little_space_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, text: str
+) -> None:
+    """It names the volume's limit, if there is one."""
+    monkeypatch.setenv(constants.ENV_CKPT_DIR, str(tmp_path))
+    monkeypatch.setenv(constants.ENV_CKPT_LIMIT, limit)
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    node.ensure_free_space(1000)
+    with pytest.raises(MachineError, match=text):
+        node.ensure_free_space(1 << 60)
+
+
+@pytest.mark.parametrize("generation", [-1, 1 << 60])
+def test_impossible_generation_is_not_persisted(tmp_path: Path, generation: int) -> None:
+    """It could not be read back."""
+    with pytest.raises(ValueError, match="out of range"):
+        NodeDir.attach(tmp_path, RUN, "a").persist_generation(generation)
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ('{"pid": 7, "since": 0}', "process 7 on host ? since 1970-01-01 00:00:00 UTC (command unknown)"),
+        ('{"pid": 7, "since": "x", "command": "c"}', "process 7 on host ? (c)"),
+        ('{"since": 1e300}', "process ? on host ? (command unknown)"),
+        ("[]", "process ? on host ? (command unknown)"),
+    ],
+)
+def test_taken_node_is_reported_whatever_its_record_says(tmp_path: Path, record: str, text: str) -> None:
+    """The lock decides, not the record."""
+    path = NodeDir.attach(tmp_path, RUN, "a").path
+    with open(path / constants.LOCK_FILE, "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        (path / constants.LOCK_OWNER_FILE).write_text(record)
+        with pytest.raises(NodeLockedError, match=re.escape(text)):
+            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"launcher_id": 7, "words": []}', '{"launcher_id": "7"}'])
+def test_damaged_script_arguments_are_unknown(tmp_path: Path, text: str) -> None:
+    """They are for a report only."""
+    (tmp_path / node_dir.SCRIPT_ARGUMENTS_FILE).write_text(text)
+    assert node_dir.read_script_arguments(tmp_path) == ("", [])
 
 
 @pytest.mark.parametrize(

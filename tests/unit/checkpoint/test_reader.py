@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import mmap
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume import constants
+from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest
@@ -27,9 +30,12 @@ from elastic_resume.checkpoint.reader import (
     checkpoint_name,
     deep_check,
     map_image,
+    open_regular,
     parse_checkpoint_name,
     quick_check,
+    read_exact,
     read_image,
+    translate_read_errors,
 )
 from elastic_resume.checkpoint.writer import CheckpointTransaction, CheckpointWriter, RetentionPolicy
 from elastic_resume.errors import (
@@ -293,11 +299,12 @@ QUICK_DAMAGE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], s
 }
 # Damage of the image that only reading all data finds: the flipped byte (None: a zeroed page), text.
 DEEP_DAMAGE = {
-    "header": (60, "bytes 0 to 2048"),
-    "header length": (7, "bytes 0 to 2048"),
-    "padding": (4000, "bytes 2048 to 4096"),
-    "data": (4097, "bytes 4096 to"),
-    "last byte": (-1, "do not match their digest"),
+    "header": (60, r"bytes 0 to 2048 do not match their digest\."),
+    "header length": (7, r"bytes 0 to 2048 do not match their digest\."),
+    "padding": (4000, r"bytes 2048 to 4096 do not match their digest\."),
+    "data": (4097, r"bytes 4096 to 6144 do .* \(they hold optimizer\.step and 1 more\)\."),
+    "data of one tensor": (7000, r"bytes 6144 to 8192 do .* \(they hold model\.weight\)\."),
+    "last byte": (-1, r"bytes 8192 to 8977 do .* \(they hold model\.weight and 3 more\)\."),
     "page": (None, "bytes 4096 to 6144"),
 }
 
@@ -308,10 +315,12 @@ def test_quick_check_finds_damage_of_manifest_or_size(tmp_path: Path, case: str)
     damage, error, text = QUICK_DAMAGE[case]
     path = save_checkpoint(tmp_path)
     damage(path)
+    descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208
     for check in (quick_check, deep_check):
         with pytest.raises(error, match=text) as caught:
             check(path, RUN)
         assert str(path) in str(caught.value)
+    assert os.listdir("/proc/self/fd") == descriptors  # noqa: PTH208
 
 
 @pytest.mark.parametrize("case", DEEP_DAMAGE)
@@ -353,6 +362,123 @@ def test_read_error_is_unreadable_and_not_corrupt(
             quick_check(path, RUN)
     assert str(path) in str(caught.value)
     assert deep_check(path, RUN)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (OSError("of a library"), "of a library"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_read_error_names_its_reason(tmp_path: Path, error: Exception, reason: str) -> None:
+    """An OSError without a number has its text only."""
+    with (
+        pytest.raises(UnreadableError, match=rf"cannot be read now \({reason}\)"),
+        translate_read_errors(tmp_path),
+    ):
+        raise error
+
+
+def test_read_beyond_end_of_file_is_torn(tmp_path: Path) -> None:
+    """The file may shrink after its size was read."""
+    (tmp_path / "file").write_bytes(b"12345")
+    with (
+        open_regular(tmp_path / "file") as descriptor,
+        pytest.raises(TornError, match="ends at byte 5"),
+    ):
+        read_exact(descriptor, 2, memoryview(bytearray(4)))
+
+
+def test_huge_manifest_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged size of the file could exhaust the memory."""
+    path = save_checkpoint(tmp_path)
+    monkeypatch.setattr(reader, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CorruptError, match="more than the limit of 100"):
+        quick_check(path, RUN)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_buffer_of_other_size_is_refused(tmp_path: Path, more: int) -> None:
+    """The caller has another manifest than it believes."""
+    path = save_checkpoint(tmp_path)
+    manifest = quick_check(path, RUN)
+    with pytest.raises(ValueError, match="a buffer of"):
+        read_image(path, manifest, memoryview(bytearray(manifest.file_bytes + more)))
+
+
+def test_checkpoint_without_image_bytes_is_torn(tmp_path: Path) -> None:
+    """Even an image without tensors has a header."""
+    with CheckpointTransaction(tmp_path, 1, 1) as writer:
+        path = writer.commit(make_manifest())
+    with pytest.raises(TornError, match="is empty"):
+        deep_check(path, RUN)
+
+
+@pytest.mark.parametrize(
+    ("is_cached", "number", "direct_reads"),
+    [(False, 0, [0, 4096]), (True, 0, []), (False, errno.EINVAL, []), (False, errno.EIO, None)],
+)
+def test_cold_blocks_are_read_past_page_cache(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_cached: bool,
+    number: int,
+    direct_reads: list[int] | None,
+) -> None:
+    """Where the kernel refuses that, they are read as usual; a device that fails is an error at once."""
+    if subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path]) == b"tmpfs\n":
+        pytest.skip("a tmpfs is a page cache")
+    with CheckpointTransaction(tmp_path, 1, 1, block_bytes=4096) as writer:
+        writer.write(make_image(1))
+        path = writer.commit(make_manifest())
+    manifest = quick_check(path, RUN)
+    with open(path / STATE, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert len(file.read() if is_cached else b"") in {0, manifest.file_bytes}
+    preadv, found = os.preadv, []
+
+    def record(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if buffers[0] and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            found.append(offset)
+            if number:
+                raise OSError(number, "refused")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", record)
+    descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208
+    if direct_reads is None:
+        with pytest.raises(UnreadableError, match="refused"):
+            read_image(path, manifest)
+    else:
+        assert read_image(path, manifest) == make_image(1)
+        assert found if number else sorted(found) == direct_reads  # a cold read reads ahead
+    assert os.listdir("/proc/self/fd") == descriptors  # noqa: PTH208
+
+
+def test_image_is_read_where_direct_reads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems refuse O_DIRECT."""
+    path = save_checkpoint(tmp_path)
+    manifest, real = quick_check(path, RUN), os.open
+
+    def refuse(name: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return real(name, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with open(path / STATE, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert read_image(path, manifest) == make_image(1)
+
+
+def test_direct_open_of_pipe_returns(tmp_path: Path) -> None:
+    """Something may replace the image after its size was read."""
+    os.mkfifo(tmp_path / "pipe")
+    assert reader._open_direct(tmp_path / "pipe") == -1
 
 
 def test_dangling_link_is_unreadable_and_not_torn(tmp_path: Path) -> None:
@@ -451,6 +577,28 @@ def test_format_1_is_read_and_no_longer_written(tmp_path: Path) -> None:
     assert b'"format":1' not in (path / MANIFEST).read_bytes()
     resigned(path, format=1)
     assert quick_check(path, RUN) == deep_check(path, RUN)
+
+
+DIGEST = b',"digest":"' + b"0" * 32 + b'"}\n'
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b'{"kind":"x","format":1,"blocks":[]' + DIGEST, CorruptError),
+        (b'{"kind":"x","format":1,"blocks":[]}\n', ForeignError),
+        (b'{"kind":"x","blocks":[]' + DIGEST, ForeignError),
+        (b'{"kind":"x","format":1' + DIGEST, ForeignError),
+        (b'{"kind":"elastic_resume checkpoint","format":!}\n', CorruptError),
+        (b'{"kind":"elastic_resume checkpoint","format":', TornError),
+        (b'{"kind":"other","format":', CorruptError),
+    ],
+)
+def test_only_what_was_a_manifest_is_damaged(data: bytes, error: type[CheckpointError]) -> None:
+    """A foreign file is not quarantined."""
+    with pytest.raises(error) as caught:
+        Manifest.parse(data)
+    assert type(caught.value) is error
 
 
 def test_other_run_or_renamed_directory_is_foreign(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -182,6 +182,17 @@ def test_receive_takes_damaged_block_from_other_holder(
     assert len(blamed) == 1
 
 
+def test_block_that_changed_after_its_verification_is_not_taken(serve: Serve) -> None:
+    """A holder's memory may be bad: it sends the digests of the checkpoint's manifest."""
+    holder, memory = serve("a"), bytearray(STATE)
+    blocks = [STATE[start : start + BLOCK] for start in range(0, len(STATE), BLOCK)]
+    digests = [xxhash.xxh3_128_hexdigest(block) for block in blocks]
+    memory[-1] ^= 1
+    holder.table = BlockTable(StreamingBuffer.from_complete(memoryview(memory)), BLOCK, digests)
+    with pytest.raises(PeerFailedError, match="arrived damaged"):
+        receive(empty_table(), [holder.sender], 1)
+
+
 def test_receive_fails_if_only_holder_sends_damaged_block(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,8 +263,11 @@ def test_receive_replaces_holder_whose_copy_fails(serve: Serve) -> None:
     table = empty_table()
     receive(table, [serve("a", failing).sender, serve("b").sender], 1)
     assert_received(table)
+    proxy = Proxy(serve("a", failing).sender, [1 << 60], "cut")
     with pytest.raises(PeerFailedError, match="its own state has failed"):
-        receive(empty_table(), [serve("a", failing).sender], 1)
+        receive(empty_table(), [proxy.sender], 1)
+    assert proxy.connections <= transfer.MIN_CONNECTIONS  # it is not asked again
+    proxy.close()
 
 
 def test_receive_names_address_that_refuses(serve: Serve) -> None:
@@ -370,8 +384,68 @@ def test_idle_strangers_do_not_keep_receiver_out(serve: Serve) -> None:
     receive(table, [holder.sender], 1)
     assert_received(table)
     wait_for(lambda: len(holder._connections) <= transfer.MAX_UNAUTHENTICATED, "the oldest to go")
+    strangers[0].settimeout(transfer.SILENCE_TIMEOUT_S / 2)
+    assert strangers[0].recv(1) == b""
     for stranger in strangers:
         stranger.close()
+
+
+def test_oldest_stranger_goes_and_receiver_stays(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that has proved the key does not count."""
+    monkeypatch.setattr(transfer, "MAX_UNAUTHENTICATED", 2)
+    holder = serve("a")
+    with contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(contextlib.closing(transfer._connect(holder.sender)))
+        wait_for(lambda: all(holder._connections.values()), "the proof")
+        strangers: list[socket.socket] = []
+        for count in (2, 3, 3):
+            strangers.append(socket.create_connection((HOST, holder.sender.port)))
+            stack.enter_context(strangers[-1])
+            wait_for(partial(lambda n: len(holder._connections) == n, count), "the server")
+        strangers[0].settimeout(transfer.SILENCE_TIMEOUT_S / 2)
+        assert strangers[0].recv(1) == b""
+        receiver.sendall(transfer._REQUEST.pack(0))
+        assert len(transfer._receive_exactly(receiver, 1 + 16 + BLOCK)) == 17 + BLOCK
+
+
+def test_closed_server_serves_no_connection_that_it_had_accepted(serve: Serve) -> None:
+    """The thread of a connection may start late."""
+    holder = serve("a")
+    holder.close()
+    listener = socket.create_server((HOST, 0))
+    with listener, socket.create_connection(listener.getsockname()) as far:
+        far.sendall(bytes(32))
+        far.shutdown(socket.SHUT_WR)
+        with listener.accept()[0] as near:
+            holder._serve(near)
+        with contextlib.suppress(ConnectionResetError):  # the server did not read the bytes
+            assert far.recv(1) == b""
+
+
+def test_server_whose_state_failed_ends_the_connection(serve: Serve) -> None:
+    """After it has said so."""
+    failing = StreamingBuffer(memoryview(bytearray(STATE)), LocalWatermark())
+    failing.fail(CorruptError("the disk is damaged"))
+    with contextlib.closing(transfer._connect(serve("a", failing).sender)) as connection:
+        connection.sendall(transfer._REQUEST.pack(0))
+        assert transfer._receive_exactly(connection, 1) == transfer._FAILED
+        assert connection.recv(1) == b""
+
+
+def test_idle_receiver_stays_connected_until_server_closes(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for its own memory longer than for a silent server."""
+    monkeypatch.setattr(transfer, "SILENCE_TIMEOUT_S", 0.2)
+    holder = serve("a")
+    with contextlib.closing(transfer._connect(holder.sender)) as connection:
+        for _ in range(3):
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+        connection.sendall(transfer._REQUEST.pack(0))
+        assert len(transfer._receive_exactly(connection, 1 + 16 + BLOCK)) == 17 + BLOCK
+        holder.close()
+        assert connection.recv(1) == b""
 
 
 def test_request_beyond_last_block_ends_connection(serve: Serve) -> None:
@@ -400,8 +474,30 @@ def test_local_host_is_setting_then_agents_then_route_to_master(monkeypatch: pyt
     monkeypatch.delenv(constants.ENV_LOCAL_HOST)
     assert transfer.choose_local_host(None) == "localhost"
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")  # no packet is sent there
-    found = transfer.choose_local_host(None)
-    assert found == "192.0.2.7" or not ipaddress.ip_address(found).is_loopback
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        route = "192.0.2.7"
+        with contextlib.suppress(OSError):  # no route
+            probe.connect((route, 1))
+            route = probe.getsockname()[0]
+    assert transfer.choose_local_host(None) == route
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost"])
+@pytest.mark.parametrize("is_dual", [True, False])
+def test_server_listens_on_ipv6_with_and_without_dual_stack(
+    monkeypatch: pytest.MonkeyPatch, host: str, is_dual: bool
+) -> None:
+    """Without it, a name leads to the addresses of IPv4 only."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: is_dual)
+    table = BlockTable(StreamingBuffer.from_complete(memoryview(bytearray(STATE))), BLOCK)
+    server, received = BlockServer(table, "a", host), empty_table()
+    receive(received, [server.sender], 1)
+    assert_received(received)
+    server.close()
 
 
 def test_server_listens_for_name_at_all_addresses_and_refuses_foreign_one() -> None:
