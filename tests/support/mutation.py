@@ -44,6 +44,7 @@ TESTS = {
     "elastic_resume/restore": "restore training/test_run.py",
 }
 _IO = "elastic_resume/checkpoint/atomic_io.py"
+_POOL = "elastic_resume/slots/slot_pool.py"
 _UNALIGNED = "the kernel refuses what is not aligned, and it is written without O_DIRECT"
 ACCEPTED = {  # (module, what is removed): why no test needs to notice
     (_IO, "operand: size == 0"): "writing nothing returns 0 too",
@@ -51,6 +52,8 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
     (_IO, "never: memory_address(view) % DIRECT_IO_ALIGNMENT"): _UNALIGNED,
     (_IO, "not called: fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)"): "it changes the speed",
     (_IO, "never: end - start >= _WRITE_CHUNK_BYTES"): "advice to the kernel changes the speed",
+    (_POOL, "operand: planned > 1"): "a thread finds no slot to create",
+    (_POOL, "operand: is_large"): "a thread finds no slot to create",
 }
 NEVER, ALWAYS = "(({}) and False)", "(({}) or True)"
 EFFECT = re.compile(
