@@ -52,6 +52,7 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
     (_IO, "never: memory_address(view) % DIRECT_IO_ALIGNMENT"): _UNALIGNED,
     (_IO, "not called: fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)"): "it changes the speed",
     (_IO, "never: end - start >= _WRITE_CHUNK_BYTES"): "advice to the kernel changes the speed",
+    ("elastic_resume/slots/slot_memory.py", "flag: os.MFD_ALLOW_SEALING"): "MFD_NOEXEC_SEAL allows seals too",
     (_POOL, "operand: planned > 1"): "a thread finds no slot to create",
     (_POOL, "operand: is_large"): "a thread finds no slot to create",
 }
