@@ -278,7 +278,7 @@ def test_close_finishes_commit_and_answers_other_callers(fixture: CommitterFixtu
         may_write.wait(60)
 
     fixture.disk.before_write = block
-    with ThreadPoolExecutor(3) as executor:
+    with ThreadPoolExecutor(4) as executor:
         first = executor.submit(committer.commit, write_snapshot(fixture.slot(0), 1))
         assert writing.wait(60)
         second = executor.submit(committer.commit, encode_snapshot_id(9, 9))
@@ -287,13 +287,62 @@ def test_close_finishes_commit_and_answers_other_callers(fixture: CommitterFixtu
         try:
             with pytest.raises(futures.TimeoutError):
                 closing.result(0.2)
+            assert executor.submit(committer.commit).result(10) is None
         finally:
             may_write.set()
         closing.result(60)
         assert first.result(60) == fixture.node_dir / checkpoint_name(1, 1)
         assert second.result(60) is None
+    with pytest.raises(ValueError, match="closed"):
+        committer.slot_pool.control_block.read_slots()
     assert fixture.committed_names() == [checkpoint_name(1, 1)]
-    assert committer.commit() is None
+
+
+def test_idle_committer_waits_but_not_when_it_is_being_closed(
+    fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is closed just before it would wait for work."""
+    committer, called, may_return = fixture.committer, threading.Semaphore(0), threading.Event()
+
+    def process() -> None:
+        committer._requests.clear()
+        called.release()
+        may_return.wait(60)
+
+    monkeypatch.setattr(committer, "_process_next", process)
+    committer.commit_newest()
+    assert called.acquire(timeout=60)
+    with committer._wakeup:
+        may_return.set()
+        time.sleep(0.1)  # until it waits for the lock: the test passes without, but would miss a defect
+        committer._wakeup.notify()
+    assert not called.acquire(timeout=0.1), "it polls"
+    may_return.clear()
+    committer.commit_newest()
+    assert called.acquire(timeout=60)
+    with committer._wakeup:
+        may_return.set()
+        time.sleep(0.1)  # likewise
+        committer._closing = True
+    committer._thread.join(10)
+    assert not committer._thread.is_alive()
+
+
+def test_one_message_lets_all_marked_slots_be_overwritten(fixture: CommitterFixture) -> None:
+    """The newest is committed; the message for the other one may be lost with its worker."""
+    ids = [write_snapshot(fixture.slot(step), step, commit_requested=True) for step in (0, 1)]
+    fixture.committer.request_commit(ids[1])
+    wait_until(lambda: [fixture.slot(index).record.get("committed") for index in (0, 1)] == ids)
+    assert fixture.committed_names() == [checkpoint_name(1, 1)]
+
+
+def test_commit_does_not_wait_for_thread_that_does_not_run(tmp_path: Path) -> None:
+    """It may have ended by a defect."""
+    committer = CheckpointCommitter(tmp_path, "job", SlotPool(0), emit=lambda *_, **__: None)
+    start = time.monotonic()
+    assert committer.commit(timeout_s=60) is None
+    assert time.monotonic() < start + 30
+    committer.close()
 
 
 def test_commit_returns_none_when_time_is_over(
