@@ -324,7 +324,8 @@ def test_restored_image_is_committed_unless_it_was_loaded_from_this_disk(server:
         assert not on_disk or state.committed == state.snapshot_id
         newest = client.find_newest()
         assert newest is not None
-    wait_for(lambda: slot.record.get("committed") == encode_snapshot_id(1, 3), "the commit")
+    record = newest.slot.record
+    wait_for(lambda: record.get("committed") == encode_snapshot_id(1, 3), "the commit")
     by_step = {decode_snapshot_id(s.snapshot_id)[1]: s for s in client.control_block.read_slots()}
     with pool.pin(by_step[1]):
         with pool.pin(by_step[2], hard=False):
