@@ -335,3 +335,25 @@ def test_restored_image_is_committed_unless_it_was_loaded_from_this_disk(server:
             client.discard(by_step[2].index)
             assert client.acquire_slot(manifest) is not None
     client.close()
+
+
+def test_restore_takes_no_slot_that_is_too_small_or_cannot_be_mapped(server: SnapshotServer) -> None:
+    """An older snapshot stays in a small slot while the only large one holds the newest."""
+    client = SlotClient(server.socket_name, 0, is_local_leader=True)
+    client.reserve(SLOT_BYTES)
+    small = client.map_slot(0)
+    assert small is not None
+    write_snapshot(small, 1)
+    newest = client.find_newest()
+    assert newest is not None
+    manifest = replace(newest.manifest, file_bytes=SLOT_BYTES, position=Position(0, 2, 2, 2))
+    large = client.acquire_slot(manifest)
+    assert large is not None
+    assert large.capacity > SLOT_BYTES
+    write_snapshot(large, 2)
+    assert client.acquire_slot(replace(manifest, position=Position(0, 3, 3, 3))) is None
+    client.close()
+    late = SlotClient(server.socket_name, 0, is_local_leader=True)
+    server.close()
+    late._client.close()
+    assert late.find_newest() is None
