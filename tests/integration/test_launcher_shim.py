@@ -138,9 +138,9 @@ def test_shim_exits_by_signal_of_worker(name: str, start: Any, tmp_path: Path) -
 
 
 def test_worker_starts_as_under_plain_popen(start: Any) -> None:
-    """Arguments, environment, stdin, and ignored and blocked signals are the same."""
+    """Arguments, environment, stdin, umask, and ignored and blocked signals are the same."""
     code = (
-        "import os, signal, sys; print(sys.argv[1:], os.environ['RANK'], sys.stdin.read(),"
+        "import os, signal, sys; print(os.umask(0), sys.argv[1:], os.environ['RANK'], sys.stdin.read(),"
         " signal.pthread_sigmask(signal.SIG_BLOCK, []));"
         " print([line for line in open('/proc/self/status') if line.startswith(('SigIgn', 'SigBlk'))])"
     )
@@ -384,6 +384,12 @@ def test_shim_without_agent_starts_nothing(environ: Any, start: Any, tmp_path: P
     environ[constants.ENV_AGENT_PID] = "1"
     assert start("/bin/sh", "-c", f"touch {tmp_path / 'started'}").wait(30) == 1
     assert not (tmp_path / "started").exists()
+
+
+def test_shim_without_agents_pid_watches_its_parent(environ: Any, start: Any) -> None:
+    """As where a launcher of the user's own starts it."""
+    del environ[constants.ENV_AGENT_PID]
+    assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
 
 
 def test_standby_does_not_start_cold(environ: Any, start: Any, tmp_path: Path) -> None:
