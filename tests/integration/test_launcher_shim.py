@@ -222,6 +222,22 @@ time.sleep(600)
     assert read_exit_event(tmp_path)["stopped"] is True
 
 
+@pytest.mark.parametrize("number", [signal.SIGWINCH, signal.SIGCHLD, signal.SIGALRM])
+def test_signal_that_stops_nothing_does_not_reach_worker(number: int, start: Any, tmp_path: Path) -> None:
+    """As when a person resizes the terminal."""
+    end = tmp_path / "end"
+    loop = f"echo $$ > {tmp_path / 'pid'}; while [ ! -e {end} ]; do sleep 0.05; done; exit 5"
+    process = start("/bin/sh", "-c", f"trap 'exit 3' TERM; {loop}")
+    wait_for_pid(tmp_path / "pid")
+    shim = psutil.Process(process.pid)
+    switches = shim.num_ctx_switches().voluntary
+    process.send_signal(number)
+    wait_for(lambda: shim.num_ctx_switches().voluntary > switches, "the launcher shim to see the signal")
+    end.touch()
+    assert process.wait(30) == 5
+    assert read_exit_event(tmp_path)["stopped"] is False
+
+
 def test_worker_ignoring_sigterm_is_killed_after_grace_period(
     environ: dict[str, str], start: Any, tmp_path: Path
 ) -> None:
