@@ -190,7 +190,7 @@ class CheckpointCommitter:
 
     def _has_work(self) -> bool:
         states = self.slot_pool.control_block.read_slots()
-        return bool(self._requests) or slot_memory.next_to_commit(states) is not None or self._is_retry_due()
+        return bool(self._requests) or slot_memory.next_to_commit(states) is not None
 
     def _is_retry_due(self) -> bool:
         return 0 < self._retry_at <= time.monotonic()

@@ -182,7 +182,7 @@ class SlotPool:
             kept_bytes = newest.capacity if newest is not None and newest.capacity < capacity else 0
             remaining = None if allowed is None else allowed - kept_bytes
             possible = count_fitting_slots(capacity, free_bytes=free - kept_bytes, allowed_bytes=remaining)
-            if kept_bytes and possible == 0:
+            if possible == 0:
                 planned = 0  # no larger slot fits beside the newest snapshot
             fitting = self._count_fitting(capacity)
             if log:
@@ -221,18 +221,21 @@ class SlotPool:
             index = next((i for i in range(slot_memory.MAX_SLOTS) if i not in self._owned), None)
         if index is None:
             return False
+        record, descriptor = self.control_block.slot_record(index), -1
         try:
             name = f"elastic_resume-slot-{index}"
             descriptor = slot_memory.create_memory_file(name, capacity, allocate=allocate)
+            slot = Slot(descriptor, capacity, self._last_serial + 1, record)
         except OSError as error:
+            if descriptor >= 0:  # a limit on the address space refuses the mapping
+                os.close(descriptor)
             if self._failed_capacity != capacity:  # log once; workers repeat the request
                 self._failed_capacity = capacity
                 logger.warning(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
             return False
         with self._lock:
             self._last_serial += 1
-            record = self.control_block.slot_record(index)
-            self._owned[index] = _OwnedSlot(descriptor, Slot(descriptor, capacity, self._last_serial, record))
+            self._owned[index] = _OwnedSlot(descriptor, slot)
             record.set("serial", self._last_serial)  # what the old slot held no longer counts
             record.set("committed", 0)
             record.set("capacity", capacity)

@@ -138,9 +138,9 @@ def test_shim_exits_by_signal_of_worker(name: str, start: Any, tmp_path: Path) -
 
 
 def test_worker_starts_as_under_plain_popen(start: Any) -> None:
-    """Arguments, environment, stdin, and ignored and blocked signals are the same."""
+    """Arguments, environment, stdin, umask, and ignored and blocked signals are the same."""
     code = (
-        "import os, signal, sys; print(sys.argv[1:], os.environ['RANK'], sys.stdin.read(),"
+        "import os, signal, sys; print(os.umask(0), sys.argv[1:], os.environ['RANK'], sys.stdin.read(),"
         " signal.pthread_sigmask(signal.SIG_BLOCK, []));"
         " print([line for line in open('/proc/self/status') if line.startswith(('SigIgn', 'SigBlk'))])"
     )
@@ -220,6 +220,22 @@ time.sleep(600)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(30) == 9
     assert read_exit_event(tmp_path)["stopped"] is True
+
+
+@pytest.mark.parametrize("number", [signal.SIGWINCH, signal.SIGCHLD, signal.SIGALRM])
+def test_signal_that_stops_nothing_does_not_reach_worker(number: int, start: Any, tmp_path: Path) -> None:
+    """As when a person resizes the terminal."""
+    end = tmp_path / "end"
+    loop = f"echo $$ > {tmp_path / 'pid'}; while [ ! -e {end} ]; do sleep 0.05; done; exit 5"
+    process = start("/bin/sh", "-c", f"trap 'exit 3' TERM; {loop}")
+    wait_for_pid(tmp_path / "pid")
+    shim = psutil.Process(process.pid)
+    switches = shim.num_ctx_switches().voluntary
+    process.send_signal(number)
+    wait_for(lambda: shim.num_ctx_switches().voluntary > switches, "the launcher shim to see the signal")
+    end.touch()
+    assert process.wait(30) == 5
+    assert read_exit_event(tmp_path)["stopped"] is False
 
 
 def test_worker_ignoring_sigterm_is_killed_after_grace_period(
@@ -384,6 +400,12 @@ def test_shim_without_agent_starts_nothing(environ: Any, start: Any, tmp_path: P
     environ[constants.ENV_AGENT_PID] = "1"
     assert start("/bin/sh", "-c", f"touch {tmp_path / 'started'}").wait(30) == 1
     assert not (tmp_path / "started").exists()
+
+
+def test_shim_without_agents_pid_watches_its_parent(environ: Any, start: Any) -> None:
+    """As where a launcher of the user's own starts it."""
+    del environ[constants.ENV_AGENT_PID]
+    assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
 
 
 def test_standby_does_not_start_cold(environ: Any, start: Any, tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ TESTS = {
 }
 _IO = "elastic_resume/checkpoint/atomic_io.py"
 _TRANSFER = "elastic_resume/restore/transfer.py"
+_IPC = "elastic_resume/slots/ipc.py"
+_SHIM = "elastic_resume/agent/workers/launcher_shim.py"
+_POOL = "elastic_resume/slots/slot_pool.py"
 _UNALIGNED = "the kernel refuses what is not aligned, and it is written without O_DIRECT"
 ACCEPTED = {  # (module, what is removed): why no test needs to notice
     (_IO, "operand: size == 0"): "writing nothing returns 0 too",
@@ -63,6 +66,15 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
     ): "each task has failed if the state is incomplete",
     (_TRANSFER, "never: not self._missing"): "a thread that fails after the last block changes nothing",
     (_TRANSFER, "operand: not self._in_flight"): "a thread ends early, and another one receives the rest",
+    ("elastic_resume/slots/slot_memory.py", "flag: os.MFD_ALLOW_SEALING"): "MFD_NOEXEC_SEAL allows seals too",
+    (_IPC, "operand: state is None"): "slot is None too; it is for the type checker",
+    (
+        _IPC,
+        "never: self.reserve(needed, is_estimate=True, all_now=False) == 0",
+    ): "no slot is large enough then",
+    (_SHIM, "never: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN"): "exec resets the handler too",
+    (_POOL, "operand: planned > 1"): "a thread finds no slot to create",
+    (_POOL, "operand: is_large"): "a thread finds no slot to create",
 }
 EMPTY = {"{}", "[]", "()", "''", "0", "None"}  # "or {}" has no mutant
 NEVER, ALWAYS = "(({}) and False)", "(({}) or True)"

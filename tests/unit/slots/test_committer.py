@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import MachineError
 from elastic_resume.policy.digests import is_digest
 from elastic_resume.slots import committer as committers
-from elastic_resume.slots.committer import CheckpointCommitter, digest_image
+from elastic_resume.slots.committer import CheckpointCommitter, SnapshotDigester, digest_image
 from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
 from elastic_resume.slots.slot_memory import ControlBlock, Slot, encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
@@ -259,9 +260,161 @@ def test_snapshot_loaded_from_own_disk_is_not_written_again(fixture: CommitterFi
     fixture.committer.commit(write_snapshot(fixture.slot(0), 4))
     fixture.emitted.clear()
     fixture.committer._last_commit = (0, None)
+    duration_s = fixture.committer.last_commit_s
+    assert duration_s > 0
     fixture.committer.start_generation(RetentionPolicy(trusted_version=(1, 4)))
     assert fixture.committer.commit() == fixture.node_dir / checkpoint_name(1, 4)
     assert fixture.emitted == []
+    assert fixture.committer.last_commit_s == duration_s
+    assert fixture.committer.slot_pool.control_block.get("commit_us") == int(duration_s * 1e6)
+
+
+def test_close_finishes_commit_and_answers_other_callers(fixture: CommitterFixture) -> None:
+    """Nobody waits for a thread that has ended."""
+    committer, writing, may_write = fixture.committer, threading.Event(), threading.Event()
+
+    def block() -> None:
+        writing.set()
+        may_write.wait(60)
+
+    fixture.disk.before_write = block
+    with ThreadPoolExecutor(4) as executor:
+        first = executor.submit(committer.commit, write_snapshot(fixture.slot(0), 1))
+        assert writing.wait(60)
+        second = executor.submit(committer.commit, encode_snapshot_id(9, 9))
+        wait_until(lambda: len(committer._requests) == 2)
+        closing = executor.submit(committer.close)
+        try:
+            with pytest.raises(futures.TimeoutError):
+                closing.result(0.2)
+            assert executor.submit(committer.commit).result(10) is None
+        finally:
+            may_write.set()
+        closing.result(60)
+        assert first.result(60) == fixture.node_dir / checkpoint_name(1, 1)
+        assert second.result(60) is None
+    with pytest.raises(ValueError, match="closed"):
+        committer.slot_pool.control_block.read_slots()
+    assert fixture.committed_names() == [checkpoint_name(1, 1)]
+
+
+def test_idle_committer_waits_but_not_when_it_is_being_closed(
+    fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is closed just before it would wait for work."""
+    committer, called, may_return = fixture.committer, threading.Semaphore(0), threading.Event()
+
+    def process() -> None:
+        committer._requests.clear()
+        called.release()
+        may_return.wait(60)
+
+    monkeypatch.setattr(committer, "_process_next", process)
+    committer.commit_newest()
+    assert called.acquire(timeout=60)
+    with committer._wakeup:
+        may_return.set()
+        time.sleep(0.1)  # until it waits for the lock: the test passes without, but would miss a defect
+        committer._wakeup.notify()
+    assert not called.acquire(timeout=0.1), "it polls"
+    may_return.clear()
+    committer.commit_newest()
+    assert called.acquire(timeout=60)
+    with committer._wakeup:
+        may_return.set()
+        time.sleep(0.1)  # likewise
+        committer._closing = True
+    committer._thread.join(10)
+    assert not committer._thread.is_alive()
+
+
+def test_one_message_lets_all_marked_slots_be_overwritten(fixture: CommitterFixture) -> None:
+    """The newest is committed; the message for the other one may be lost with its worker."""
+    ids = [write_snapshot(fixture.slot(step), step, commit_requested=True) for step in (0, 1)]
+    fixture.committer.request_commit(ids[1])
+    wait_until(lambda: [fixture.slot(index).record.get("committed") for index in (0, 1)] == ids)
+    assert fixture.committed_names() == [checkpoint_name(1, 1)]
+
+
+def test_commit_does_not_wait_for_thread_that_does_not_run(tmp_path: Path) -> None:
+    """It may have ended by a defect."""
+    committer = CheckpointCommitter(tmp_path, "job", SlotPool(0), emit=lambda *_, **__: None)
+    start = time.monotonic()
+    assert committer.commit(timeout_s=60) is None
+    assert time.monotonic() < start + 30
+    committer.close()
+
+
+def test_commit_returns_none_when_time_is_over(
+    fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's time, or that of ranks which do not finish their copies; then no thread polls."""
+    committer = fixture.committer
+    snapshot_id = write_snapshot(fixture.slot(0), 1, share_count=2, commit_requested=True)
+    assert committer.commit(snapshot_id, timeout_s=0.05) is None
+    monkeypatch.setattr(committers, "COPY_TIMEOUT_S", 0.05)
+    committer.request_commit(snapshot_id)
+    assert committer.commit(snapshot_id) is None
+    wait_until(lambda: committer._incomplete_request is None)
+    assert committer._wait_timeout_s() is None
+    assert fixture.committed_names() == fixture.kinds() == []
+
+
+def test_failing_disk_is_named_again_after_a_minute(
+    fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first once; the time to the next try doubles."""
+    monkeypatch.setattr(committers, "MAX_RETRY_S", 1e6)
+    fixture.committer._retry_s = 1000.0
+    fixture.disk.failing_operation = "write"
+    for step in (1, 2, 3):
+        if step == 3:
+            monkeypatch.setattr(committers, "LOG_REPEAT_S", 0.0)
+        with pytest.raises(MachineError, match="No space left"):
+            fixture.committer.commit(write_snapshot(fixture.slot(0), step))
+    assert ["still not saved" in message for message in fixture.caplog.messages] == [False, True]
+    assert fixture.committer._retry_s == 8000.0
+    timeout_s = fixture.committer._wait_timeout_s()
+    assert timeout_s is not None
+    assert 3900 < timeout_s <= 4000
+    fixture.disk.failing_operation = ""
+    fixture.committer.commit(write_snapshot(fixture.slot(0), 4))
+    assert fixture.committer._wait_timeout_s() is None
+
+
+@pytest.mark.parametrize("error", [MachineError("full"), KeyError("a defect")])
+def test_slot_dropped_during_commit_is_not_marked_as_committed(
+    error: Exception, fixture: CommitterFixture
+) -> None:
+    """Its record belongs to a new slot, which may get the same snapshot again."""
+    record = fixture.slot(0).record
+
+    def fail() -> None:
+        record.set("serial", 99)
+        raise error
+
+    fixture.disk.before_write = fail
+    with pytest.raises(MachineError):
+        fixture.committer.commit(write_snapshot(fixture.slot(0), 1))
+    assert record.get("committed") == 0
+
+
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_damage_of_overwritten_snapshot_is_no_event(
+    is_overwritten: bool, fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its metadata may be half written by then."""
+    read = Slot.read_snapshot
+
+    def read_damaged(slot: Slot, snapshot_id: int) -> Any:
+        if is_overwritten:
+            slot.record.set("snapshot_id", 0)
+        slot.memory[slot.record.get("dynamic_offset")] = 0
+        return read(slot, snapshot_id)
+
+    monkeypatch.setattr(Slot, "read_snapshot", read_damaged)
+    assert fixture.committer.commit(write_snapshot(fixture.slot(0), 1)) is None
+    assert fixture.kinds() == ([] if is_overwritten else ["snapshot-ignored"])
 
 
 # ---- the server ------------------------------------------------------------------------------------------
@@ -532,3 +685,41 @@ def test_overwritten_snapshot_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> 
     current = iter([True, True, True, False])
     assert digest_image(memoryview(ZEROS), DIGEST_LAYOUT, FOLLOWS, is_current=lambda: next(current)) is None
     assert not list(current)
+
+
+def test_digester_skips_what_is_missing_late_or_overwritten(
+    fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on with the next snapshot; equal bytes have equal digests."""
+    monkeypatch.setattr(committers, "DIGEST_TIMEOUT_S", 0.05)
+    found: list[tuple[int, int, str]] = []
+    control = fixture.committer.slot_pool.control_block
+    digester = SnapshotDigester(fixture.committer.slot_pool)
+    digester.on_digest = lambda *digest: found.append(digest)
+    digester.start()
+    digester.enqueue(encode_snapshot_id(9, 9))
+    digester.enqueue(write_snapshot(fixture.slot(0), 1, share_count=2))
+    damaged = write_snapshot(fixture.slot(1), 2)
+    fixture.slot(1).memory[fixture.slot(1).record.get("dynamic_offset")] = 0
+    digester.enqueue(damaged)
+    whole = write_snapshot(fixture.slot(2), 3)
+    digester.enqueue(whole)
+    digester.enqueue(whole)
+    wait_until(lambda: len(found) == 2)
+    assert found[0] == found[1]
+    assert found[0][:2] == (1, 3)
+    assert is_digest(found[0][2])
+    slot, digest = fixture.slot(2), committers.digest_image
+
+    def overwrite(*args: Any, **kwargs: Any) -> str | None:
+        result = digest(*args, **kwargs)
+        slot.record.set("snapshot_id", 0)
+        return result
+
+    monkeypatch.setattr(committers, "digest_image", overwrite)
+    control.set("digest_cpu_us", 1 << 40)
+    digester.enqueue(whole)
+    wait_until(lambda: not slot.record.get("snapshot_id") and not slot.record.get("soft_pinned"))
+    digester.close()
+    assert len(found) == 2
+    assert control.get("digest_cpu_us") == 1 << 40, "a lower bound"

@@ -11,17 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.slots import ipc, slot_memory
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SlotClient, SnapshotClient, SnapshotServer
+from elastic_resume.slots.slot_memory import decode_snapshot_id, encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
+from tests.support.processes import wait_for
 from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 
 OTHER_USER = 65534
@@ -252,3 +256,104 @@ def test_slot_client_prepares_again_only_what_is_missing(
     assert len(client.list_writable(SLOT_BYTES)) == 3
     assert len(prepared) == 1
     client.close()
+
+
+def test_only_local_leader_reserves_and_estimate_is_not_recorded(server: SnapshotServer) -> None:
+    """Another local rank maps what exists. It prepares again when its thread has ended."""
+    leader, other = (SlotClient(server.socket_name, r, is_local_leader=r == 0) for r in (0, 1))
+    other.prepare_slots(SLOT_BYTES)
+    assert other._prepare_thread is not None
+    other._prepare_thread.join()
+    assert other.control_block.read_slots() == []
+    assert leader.reserve(2 * SLOT_BYTES, is_estimate=True) == 1
+    assert (leader.slot_count, leader.reserved_bytes) == (3, 0)
+    assert leader.reserve(2 * SLOT_BYTES) == 1
+    assert (leader.slot_count, leader.reserved_bytes) == (1, 2 * SLOT_BYTES)
+    for nbytes, populated in ((3 * SLOT_BYTES, set()), (SLOT_BYTES, {(0, 1)})):
+        other.prepare_slots(nbytes)
+        other._prepare_thread.join()
+        assert other._populated == populated
+    assert leader.reserve(3 * SLOT_BYTES) == 1
+    assert other.map_slot(0) is not None
+    assert (set(other._slots), other._populated) == ({(0, 2)}, set()), "it unmaps what was dropped"
+    for client in (leader, other):
+        client.close()
+
+
+def test_large_slot_that_is_not_populated_is_not_writable(
+    server: SnapshotServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread prepares it again; a slot that exists no more is skipped."""
+    client = SlotClient(server.socket_name, 0, is_local_leader=True)
+    client.reserve(SLOT_BYTES)
+    (first, *_) = client.control_block.read_slots()
+    client._map_and_populate(replace(first, serial=9))
+    assert client._populated == set()
+    client._map_and_populate(first)
+    slot = client.map_slot(first.index)
+    assert slot is not None
+    monkeypatch.setattr(slot, "capacity", 1 << 60)  # a second time, it would populate this
+    client._map_and_populate(first)
+    prepared: list[int] = []
+    monkeypatch.setattr(client, "prepare_slots", lambda nbytes, **_: prepared.append(nbytes))
+    monkeypatch.setattr(slot_memory, "SMALL_SLOT_BYTES", 0)
+    assert [state.index for state in client.list_writable(1)] == [first.index]
+    assert prepared == [first.capacity]
+    client.close()
+
+
+def test_restored_image_is_committed_unless_it_was_loaded_from_this_disk(server: SnapshotServer) -> None:
+    """No slot is taken that is too small, in use, or holds what is digested under the same id."""
+    client, pool = SlotClient(server.socket_name, 0, is_local_leader=True), server._committer.slot_pool
+    client.reserve(SLOT_BYTES)
+    slots = [client.map_slot(index) for index in range(3)]
+    assert slots[0] is not None
+    write_snapshot(slots[0], 1)
+    newest = client.find_newest()
+    assert newest is not None
+    assert client.acquire_slot(replace(newest.manifest, file_bytes=1 << 40)) is None
+    for step, on_disk in ((2, True), (3, False)):
+        manifest = replace(newest.manifest, position=Position(0, step, step, step))
+        slot = client.acquire_slot(manifest)
+        assert slot is not None
+        assert slot is not newest.slot, "the newest stays until this one is complete"
+        slot.memory[: len(newest.image)] = newest.image
+        client.finish_fill(slot, manifest, on_disk=on_disk)
+        assert slot.record.get("commit_requested") == (0 if on_disk else encode_snapshot_id(1, step))
+        state = slot.record.read_state()
+        assert not on_disk or state.committed == state.snapshot_id
+        newest = client.find_newest()
+        assert newest is not None
+    record = newest.slot.record
+    wait_for(lambda: record.get("committed") == encode_snapshot_id(1, 3), "the commit")
+    by_step = {decode_snapshot_id(s.snapshot_id)[1]: s for s in client.control_block.read_slots()}
+    with pool.pin(by_step[1]):
+        with pool.pin(by_step[2], hard=False):
+            again = replace(manifest, position=Position(0, 2, 2, 2))
+            assert client.acquire_slot(again) is None
+        with pool.pin(by_step[3]):
+            client.discard(by_step[2].index)
+            assert client.acquire_slot(manifest) is not None
+    client.close()
+
+
+def test_restore_takes_no_slot_that_is_too_small_or_cannot_be_mapped(server: SnapshotServer) -> None:
+    """An older snapshot stays in a small slot while the only large one holds the newest."""
+    client = SlotClient(server.socket_name, 0, is_local_leader=True)
+    client.reserve(SLOT_BYTES)
+    small = client.map_slot(0)
+    assert small is not None
+    write_snapshot(small, 1)
+    newest = client.find_newest()
+    assert newest is not None
+    manifest = replace(newest.manifest, file_bytes=SLOT_BYTES, position=Position(0, 2, 2, 2))
+    large = client.acquire_slot(manifest)
+    assert large is not None
+    assert large.capacity > SLOT_BYTES
+    write_snapshot(large, 2)
+    assert client.acquire_slot(replace(manifest, position=Position(0, 3, 3, 3))) is None
+    client.close()
+    late = SlotClient(server.socket_name, 0, is_local_leader=True)
+    server.close()
+    late._client.close()
+    assert late.find_newest() is None

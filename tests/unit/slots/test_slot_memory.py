@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -19,13 +20,14 @@ from hypothesis import given
 from elastic_resume import constants
 from elastic_resume.agent.workers import supervisor
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
-from elastic_resume.errors import MachineError
+from elastic_resume.errors import CorruptError, MachineError
 from elastic_resume.slots import slot_memory, slot_pool
 from elastic_resume.slots.slot_memory import ControlBlock, SlotState, decode_snapshot_id, encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
 from elastic_resume.units import format_bytes
 from tests.support.processes import wait_for
 from tests.support.rendezvous_nodes import wait_until
+from tests.support.snapshot_samples import LAYOUT, SLOT_BYTES, write_snapshot
 
 BYTES = 4096
 
@@ -351,6 +353,45 @@ def test_offsets_outside_slot_are_refused(pool: SlotPool) -> None:
         slot.read_metadata()
 
 
+def test_metadata_without_room_is_refused(pool: SlotPool) -> None:
+    """It would reach into memory behind the slot."""
+    pool.reserve(4 * BYTES)
+    slot = pool._owned[0].slot
+    slot.write_metadata(b"", BYTES, b"{}", bytes(2 * BYTES), 7)
+    with pytest.raises(ValueError, match="no room for 8193 bytes at 8192"):
+        slot.write_metadata(b"", BYTES, b"{}", bytes(2 * BYTES + 1), 7)
+
+
+def test_metadata_of_another_snapshot_invalid_or_too_long_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests match each time."""
+    with contextlib.closing(SlotPool(SLOT_BYTES)) as new_pool:
+        new_pool.reserve(SLOT_BYTES)
+        slot = new_pool._owned[0].slot
+        snapshot_id = write_snapshot(slot, 5)
+        assert slot.read_snapshot(snapshot_id)[0].version == (1, 5)
+        with pytest.raises(CorruptError, match=r"its metadata is of \(1, 5\)"):
+            slot.read_snapshot(encode_snapshot_id(1, 6))
+        monkeypatch.setattr(slot_memory, "MAX_MANIFEST_BYTES", 100)
+        with pytest.raises(CorruptError, match="the limit is 100"):
+            slot.read_snapshot(snapshot_id)
+        slot.write_metadata(LAYOUT.header, LAYOUT.total_bytes, b"[]", b"{}", 8)
+        with pytest.raises(CorruptError, match="its metadata is invalid"):
+            slot.read_snapshot(snapshot_id)
+
+
+def test_older_kernel_allocates_at_once_and_seals_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses a flag and an advice that it does not know, as an older one refuses ours."""
+    monkeypatch.setattr(slot_memory, "_MFD_NOEXEC_SEAL", 1 << 20)
+    monkeypatch.setattr(slot_memory, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(slot_memory, "can_populate_pages", slot_memory.can_populate_pages.__wrapped__)
+    descriptor = slot_memory.create_memory_file("test", BYTES, allocate=False)
+    assert os.fstat(descriptor).st_blocks * 512 == BYTES
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 2 * BYTES)
+    slot_memory.populate_pages(memoryview(mmap.mmap(descriptor, BYTES)))  # the first store will map it
+    os.close(descriptor)
+
+
 def test_supervisor_waits_for_copy_but_not_for_rank_awaiting_slot(
     pool: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +411,27 @@ def test_supervisor_waits_for_copy_but_not_for_rank_awaiting_slot(
         pool.control_block.set_copying(1, copying_id, awaiting_slot=awaiting_slot)
         is_older = pool.control_block.is_copying([1], newer)
         assert (monitor.should_wait(0.0, 100.0), is_older) == expected
+
+
+@pytest.mark.parametrize(
+    ("static", "dynamic", "merged"),
+    [
+        ({"p": 1}, {"q": 2}, {"p": 1, "q": 2}),
+        ({"$": "tensor", "p": 1}, {"q": 2}, {"q": 2}),
+        ({"p": 1}, {"$": "tensor"}, {"$": "tensor"}),
+        ([{"p": 1}, 1], [{"q": 2}, 2], [{"p": 1, "q": 2}, 2]),
+        ([{"p": 1}], [{"q": 2}, 2], [{"q": 2}, 2]),
+        ({"x": {"x": {"p": 1}}}, {"x": {"x": {"q": 2}}}, {"x": {"x": {"p": 1, "q": 2}}}),
+        ({"x": {"x": {"x": {"p": 1}}}}, {"x": {"x": {"x": {"q": 2}}}}, {"x": {"x": {"x": {"q": 2}}}}),
+        ([[[[1], 1]]], [[[[2], 2]]], [[[[2], 2]]]),
+        ([[[{"p": 1}]]], [[[{"q": 2}]]], [[[{"q": 2}]]]),
+    ],
+)
+def test_merged_state_takes_objects_of_types_and_deep_levels_whole(
+    static: Any, dynamic: Any, merged: Any
+) -> None:
+    """Their keys would mix two values that the script has never had together."""
+    assert slot_memory.merge_state({"a": static, "b": 1}, {"a": dynamic}) == {"a": merged, "b": 1}
 
 
 # ---- processors that reorder ---------------------------------------------------------------------------

@@ -66,11 +66,20 @@ print(*{word[0] for _ in range(1_000_000)})
     assert reader.returncode == 0
 
 
+def count_mappings(inode: str) -> int:
+    """Count the mappings of a lease page in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("elastic_resume-lease" in line and inode in line for line in lines)
+
+
 def test_closed_page_revokes_lease(lease_page: LeasePage) -> None:
     """Processes that have opened it see that; others cannot open it any more."""
     lease_page.set(math.inf)
     with open(lease_page.path, "rb") as file:
+        inode = f" {os.fstat(file.fileno()).st_ino} "
+        assert count_mappings(inode) == 1
         lease_page.close()
+        assert count_mappings(inode) == 0
         assert struct.unpack("d", file.read(8)) == (-math.inf,)
     assert not Path(lease_page.path).exists()
     with pytest.raises(ValueError, match="released"):
