@@ -263,7 +263,7 @@ class Snapshotter:
         try:
             return SourceDigests(share.leaves)
         except RuntimeError as error:  # the device has no memory for it
-            self._copy_at_once(f"no digest could be computed ({error})"[:300], 0.0)
+            self._copy_at_once(f"the state could not be digested: {error}"[:300], 0.0)
             return None
 
     def _copy_at_once(self, why: str, copy_s: float) -> None:
@@ -271,10 +271,10 @@ class Snapshotter:
         is_known = self._slots.copies_at_once
         self._slots.copy_at_once()
         if not is_known:
-            about = f", about {copy_s * 1e3:.0f} ms" if copy_s else ""
+            rank, about = self._context.collectives.rank, f", about {copy_s * 1e3:.0f} ms" if copy_s else ""
             logger.warning(
-                f"rank {self._context.collectives.rank}: {why} while a snapshot was copied, which is "
-                f"discarded. From now on run.step() of this node waits for each copy{about}."
+                f"rank {rank}: {why}. From now on run.step() of this node waits for the copy of each "
+                f"snapshot{about}."
             )
 
     def _copy_immediate(
@@ -311,7 +311,7 @@ class Snapshotter:
             self._state.forget()
         elif job.torn_names:
             names = summarize_names(job.torn_names)
-            self.copy_problem = f"{names} changed between run.step() and the next optimizer.step(), meanwhile"
+            self.copy_problem = f"{names} changed before optimizer.step() while it was copied"
             self._context.events.emit(
                 "snapshot-failed", generation=self._generation, reason=self.copy_problem
             )
@@ -350,7 +350,7 @@ class Snapshotter:
                 failpoints.hit("snapshot.confirmed")
         except BaseException as error:
             if isinstance(error, ValueError) and task.digests is not None:  # from `copy_tensors`
-                self._copy_at_once(str(error), 0.0)
+                self._copy_at_once(f"a snapshot is discarded, since {error} while it was copied", 0.0)
             if slot is not None:
                 self._slots.fail(slot, task.snapshot_id)
             raise
@@ -390,8 +390,8 @@ class Snapshotter:
         if task.digests is not None:
             job.torn_names = task.digests.find_torn(self._get_views(slot, task.plan).by_name)
         if job.torn_names:
-            names = summarize_names(job.torn_names)
-            self._copy_at_once(f"{names} changed between run.step() and optimizer.step()", job.copy_s)
+            change = f"{summarize_names(job.torn_names)} changed before optimizer.step() while it was copied"
+            self._copy_at_once(f"a snapshot is discarded, since {change}", job.copy_s)
         return bool(job.torn_names)
 
     def _get_views(self, slot: Slot, plan: SnapshotPlan) -> SlotViews:

@@ -156,7 +156,7 @@ def test_change_during_copy_discards_snapshot(
             assert_held(run, number, state)
         model.weight.data = before
     assert ["model/weight" in reason for reason in failures(run)] == [True]
-    assert capsys.readouterr().err.count("model/weight changed between run.step() and optimizer.step()") == 1
+    assert capsys.readouterr().err.count("since model/weight changed before optimizer.step() while it") == 1
     wait_until((run._context.node_dir / "g000001-s0000000002").is_dir, "the commit that step 1 has missed")
     later = Snapshotter(run._tracked, run._committer_connection.slot_client, run._context, 2)
     assert later.start_snapshot(run.position)
