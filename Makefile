@@ -126,7 +126,7 @@ oldest newest: pyproject.toml constraints.txt
 # Files with tests marked soak, and files whose tests do more there.
 SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py \
 	tests/system/kubernetes/test_pods.py $(patsubst %,tests/integration/test_%.py, \
-	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost pytest_plugin sharded streams torchrun transformers world_changes)
+	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost pytest_plugin sharded streams torchrun torn_copies transformers world_changes)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)

@@ -10,7 +10,10 @@ from tests.support.paths import SCRIPTS
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("change", ["forward", "swap", "clamp", "numpy"])
+@pytest.mark.parametrize(
+    "change",
+    ["forward", "swap", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("clamp", "numpy"))],
+)
 def test_script_that_changes_parameters_during_the_copy_resumes_bit_for_bit(change: str) -> None:
     """The replicas of two nodes are compared at each step; then a worker is killed.
 
