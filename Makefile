@@ -14,7 +14,7 @@ PURE_PARALLEL := -n 3 --dist worksteal
 
 help:
 	@echo "make demo     train on 3 simulated nodes, kill some, show what happened"
-	@echo "make test     every test, real processes included"
+	@echo "make test     every test, real processes included; ORDER=reversed or ORDER=SEED changes the order"
 	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
 	@echo "make flaky TESTS=... N=50  runs tests N times under a random load (without TESTS: hours)"
 	@echo "make mutate MODULES=...  removes each guard of these modules in turn; prints those that no test misses"
