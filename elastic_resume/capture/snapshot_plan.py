@@ -29,7 +29,7 @@ from elastic_resume.state.state_dict import REPLICATED, Leaf
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SPLIT = 32 << 20
-# Smaller tensors on a device are copied at once: to digest one twice takes longer.
+# On a device smaller tensors are copied at once, with those of the host: to digest one twice takes longer.
 MIN_BACKGROUND_BYTES = 64 << 10
 
 
@@ -104,11 +104,12 @@ def make_plan(
     )
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
     own_shards = [(leaf, may_overlap) for leaf, may_overlap in filled if leaf.is_divided]
-    whole = [
-        (leaf, may_overlap and (leaf.tensor.nbytes >= MIN_BACKGROUND_BYTES or not leaf.tensor.is_cuda))
-        for leaf, may_overlap in filled
-        if not leaf.is_divided
-    ]
+    whole = [pair for pair in filled if not pair[0].is_divided]
+    if any(leaf.tensor.is_cuda for leaf, _ in whole):  # copied in the background, so with digests
+        whole = [
+            (leaf, may_overlap and leaf.tensor.is_cuda and leaf.tensor.nbytes >= MIN_BACKGROUND_BYTES)
+            for leaf, may_overlap in whole
+        ]
     overlapped = [leaf for leaf, may_overlap in whole if may_overlap]
     divided = [leaf for leaf in leaves if leaf.is_divided]
     if divided:  # all local ranks take part, with or without a copy barrier

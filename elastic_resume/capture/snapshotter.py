@@ -222,8 +222,8 @@ class Snapshotter:
 
         The step of the snapshot may have ended on this rank alone.
         """
-        if self._job is not None:
-            self._job.peer_timeout_s = LEAVING_PEER_TIMEOUT_S
+        if (job := self._job) is not None:  # another thread may end it meanwhile
+            job.peer_timeout_s = LEAVING_PEER_TIMEOUT_S
 
     def close(self) -> None:
         """Finish the running copy and remove the copy barrier."""
@@ -388,7 +388,11 @@ class Snapshotter:
     def _is_torn(self, slot: Slot, task: CopyTask, job: CopyJob) -> bool:
         """Check a background copy. If it is torn, the node copies at once from now on."""
         if task.digests is not None:
-            job.torn_names = task.digests.find_torn(self._get_views(slot, task.plan).by_name)
+            try:
+                job.torn_names = task.digests.find_torn(self._get_views(slot, task.plan).by_name)
+            except Exception as error:
+                self._copy_at_once(f"a snapshot is discarded, since it could not be digested: {error}", 0.0)
+                raise
         if job.torn_names:
             change = f"{summarize_names(job.torn_names)} changed before optimizer.step() while it was copied"
             self._copy_at_once(f"a snapshot is discarded, since {change}", job.copy_s)

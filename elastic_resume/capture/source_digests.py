@@ -61,8 +61,8 @@ def digest_words(flat: Tensor) -> Tensor:
 
 def _iter_row_sums(data: Tensor) -> Iterator[Tensor]:
     for piece in data.split(PIECE_BYTES):
-        if piece.data_ptr() % 8:
-            piece = piece.clone()  # noqa: PLW2901 - int64 needs an aligned address
+        if (piece.data_ptr() | piece.storage_offset()) % 8:  # int64 needs both; a slot has neither
+            piece = piece.clone()  # noqa: PLW2901
         whole = piece.numel() // 8 * 8
         words = piece[:whole].view(torch.int64)
         full_rows = words.numel() // WORDS_PER_ROW
@@ -76,5 +76,6 @@ def _iter_row_sums(data: Tensor) -> Iterator[Tensor]:
 @functools.lru_cache(maxsize=64)
 def _weights(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(1 << 63), (1 << 63) - 1, (WORDS_PER_ROW,), generator=generator)
+    size = (WORDS_PER_ROW,)
+    numbers = torch.randint(-(1 << 63), (1 << 63) - 1, size, generator=generator, device="cpu")
     return (numbers | 1).to(device)

@@ -76,7 +76,7 @@ SMALL_SLOT_BYTES = 64 << 20  # created, mapped and populated in some 50 ms, so n
 _METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
 COPY_FAILED = 1 << 63  # flag on the snapshot id that a rank stores when its copy failed
 _STEP_BITS = 40
-_MAX_GENERATION = 1 << 23
+_MAX_GENERATION = 1 << 22  # so an id leaves bit 63 to the flags
 _HEADER_WORDS = 16
 _HEADER_FIELDS = (
     *("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "digest_cpu_us"),

@@ -189,16 +189,18 @@ class RestartableCall:
         *,
         leave: Callable[[], str],
         get_connections: Callable[[], GroupConnections],
+        stop_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         """``leave`` releases all that belongs to the last generation.
 
         It returns why this process can enter no other, or "". ``get_connections`` returns those of the
-        current one.
+        current one. ``stop_waiting`` ends the wait of `run.step` for a snapshot that other ranks began.
         """
         self._link = link
         self._interrupter = interrupter
         self._leave = leave
         self._get_connections = get_connections
+        self._stop_waiting = stop_waiting
         self._has_left = threading.Event()
 
     def run(self, function: Callable[[], T], enter: Callable[[], None] = lambda: None) -> T:
@@ -239,6 +241,7 @@ class RestartableCall:
     def _interrupt(self) -> None:
         """Free the main thread; in the thread that reads from the supervisor."""
         self._get_connections().cut()
+        self._stop_waiting()
         self._interrupter.interrupt()
         limit = time.monotonic() + SECOND_INTERRUPT_S
         while not self._has_left.wait(POSTPONED_S):

@@ -622,8 +622,15 @@ class Run:
 
     def _make_call(self, link: SupervisorLink) -> RestartableCall:
         return RestartableCall(
-            link, self._interrupter, leave=self._leave_generation, get_connections=lambda: self._connections
+            link,
+            self._interrupter,
+            leave=self._leave_generation,
+            get_connections=lambda: self._connections,
+            stop_waiting=self._stop_waiting_for_peers,
         )
+
+    def _stop_waiting_for_peers(self) -> None:
+        self._snapshot_scheduler.snapshotter.stop_waiting_for_peers()
 
     def _check_restartable(self) -> None:
         if self._script_state is not None:
@@ -759,7 +766,7 @@ class Run:
             self._earlier_run_notice.log_once("the script has taken no step")
             self._earlier_run_notice.record_start()
         else:
-            self._snapshot_scheduler.snapshotter.stop_waiting_for_peers()
+            self._stop_waiting_for_peers()
         atexit.unregister(self._release)  # the registration would keep this run and its slots alive
         self._own_time.close()
         self._heartbeat.close()

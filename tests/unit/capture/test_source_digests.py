@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from elastic_resume.capture import source_digests
+from elastic_resume.capture.copy_engine import make_tensor_views
 from elastic_resume.capture.source_digests import SourceDigests
-from elastic_resume.state.state_dict import REPLICATED, Leaf
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.state.state_dict import REPLICATED, Leaf, make_spec
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "contiguous": lambda: torch.randn(70, 33),
@@ -55,6 +57,26 @@ def test_only_an_exact_copy_has_the_digest_of_its_source(
     if source.dim() == 2:
         source.data = source.data.t().contiguous().t()  # the same values in another order
         assert digests.find_torn({"t": boundary}) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_copy_may_lie_anywhere_in_a_slot(dtype: torch.dtype) -> None:
+    """Tensors of another dtype before it leave it behind an offset that is no multiple of 8 bytes."""
+    sources = {"b": torch.ones(6004 // dtype.itemsize).to(dtype), "c": torch.arange(3000).to(dtype)}
+    specs = [make_spec(name, source) for name, source in sources.items()]
+    layout = Layout.build([TensorSpec("a", "F32", (3,)), *specs])
+    views = make_tensor_views(memoryview(bytearray(layout.total_bytes)), layout)
+    for name, source in sources.items():
+        views[name].copy_(source)
+        assert SourceDigests([Leaf(name, source, REPLICATED)]).find_torn(views) == []
+
+
+def test_digest_does_not_depend_on_the_default_device() -> None:
+    """A script may set it before the first snapshot."""
+    source_digests._weights.cache_clear()
+    with torch.device("meta"):
+        digests = SourceDigests([Leaf("t", torch.ones(3000, device="cpu"), REPLICATED)])
+    assert digests.find_torn({"t": torch.ones(3000)}) == []
 
 
 def test_permuted_rows_and_columns_are_another_tensor() -> None:
