@@ -364,7 +364,8 @@ class Session:
 
     def run_pytest(self, block: Block) -> None:
         """Run a block of tests in this process, so that its nodes fork without importing torch again."""
-        path = self.directory / "test_page.py"
+        # pytest imports a module once by its name, and another page has tests too.
+        path = self.directory / f"test_{self.directory.parent.name}.py"
         path.write_text(block.code)
         off = [f"-pno:{plugin}" for plugin in ("cacheprovider", "faulthandler", "timeout", "xdist")]
         base = ["--import-mode", "importlib", "--basetemp", str(self.directory.parent / "base")]

@@ -320,7 +320,7 @@ def test_quick_check_finds_damage_of_manifest_or_size(tmp_path: Path, case: str)
         with pytest.raises(error, match=text) as caught:
             check(path, RUN)
         assert str(path) in str(caught.value)
-    assert os.listdir("/proc/self/fd") == descriptors  # noqa: PTH208
+    assert set(os.listdir("/proc/self/fd")) <= set(descriptors)  # noqa: PTH208 - other tests' may be closed
 
 
 @pytest.mark.parametrize("case", DEEP_DAMAGE)
