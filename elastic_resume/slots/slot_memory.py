@@ -30,7 +30,8 @@ Why a complete slot is whole, in each interleaving:
 
 - A writer that dies leaves ``copied`` incomplete. Only a snapshot's own ranks store its id, after their copy.
 - An id is announced again after a failed try. The local leader then copies alone, so only ``copied[0]``
-  counts, and it was cleared first.
+  counts, and it was cleared first. With a sharded model all ranks try again, and ``copied`` of another rank
+  may be of the earlier try: its bytes are the same unless the script has changed the state meanwhile.
 - The agent may drop a slot and give its record to a new one while a worker writes. The worker announces the
   old serial, so the new slot stays incomplete; ``plan_id`` is not trusted across serials either.
 - A reader checks again, after it has read, that the slot is still complete. This fails if the slot was taken
@@ -38,8 +39,8 @@ Why a complete slot is whole, in each interleaving:
   ``soft_pinned``, then checks; `Slot.take` first clears the id, then refuses a slot that is pinned for the
   same id. One of the two sees the other's store. A pin for another id only keeps the slot from being chosen.
 - A rank that copies a share late has stored ``copying`` before it read the slot's ``share_count``. The local
-  leader has cleared that before it reads ``copying``, and then takes the slot from no such rank. This holds
-  for another try of the same id too.
+  leader has cleared that before it reads ``copying``, and then takes the slot from no such rank, also for
+  another try of the same id.
 - A slot is discarded by the local leader alone, so a late message never clears a newer snapshot.
 
 This needs stores to become visible in program order. x86 guarantees that; elsewhere each access of a word has
