@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
+from elastic_resume.policy import proof
 from elastic_resume.policy.checkpoint_interval import AUTO, IntervalSetting
 from elastic_resume.schedulers import environment, preemption
 from elastic_resume.units import parse_duration, parse_size
@@ -292,6 +293,15 @@ OPTIONS = (
         details="must: end with an error if there is none; never: start fresh",
     ),
     Option(
+        "prove",
+        "|".join(proof.MODES),
+        "prove a resume: compute the newest steps again and compare",
+        partial(parse_choice, choices=proof.MODES),
+        proof.FIRST,
+        has_flag=True,
+        details="first: until one resume of the script was proved; stop: end the job if one is not",
+    ),
+    Option(
         "node-timeout",
         "TIME",
         "exclude a node unreachable for TIME",
@@ -455,6 +465,7 @@ class Settings:
     step_mark_s: float = DEFAULT_STEP_MARK_S  # minimum seconds between a rank's `step` events; 0: each step
     snapshot_every: IntervalSetting = AUTO
     snapshot_memory: int | None = None  # bytes for this node's snapshots; None: auto, 0: off
+    prove: str = proof.FIRST
     check_replicas: IntervalSetting = AUTO  # steps or auto, not time: all nodes compare the same step
     transfer_addr: str | None = None  # where other nodes take the state from this one; None: auto
 

@@ -23,7 +23,8 @@
      ├─ RendezvousLostError     the agents cannot reach each other any more     exit 75
      ├─ NodeExcludedError       this node leaves, the others continue           exit 75
      ├─ OtherRankFailedError    another rank cannot continue, so none can       exit 1
-     └─ DivergenceError         replicas that must be equal are not             exit 1
+     ├─ DivergenceError         replicas that must be equal are not             exit 1
+     └─ NotProvedError          a resume led to another state than the run     exit 1 with ``--prove stop``
     WorldChanged               leaves a `run.restartable` function; a BaseException, and never an error
 
 The exit codes are those of the command line. ``chaos`` and ``diff`` exit 2 for all of these errors.
@@ -49,6 +50,7 @@ __all__ = [
     "NodeExcludedError",
     "NodeFileError",
     "NodeLockedError",
+    "NotProvedError",
     "OtherRankFailedError",
     "PeerFailedError",
     "RendezvousLostError",
@@ -249,6 +251,16 @@ class DivergenceError(ElasticResumeError):
     Raised by `Run.assert_ranks_equal`, and by `er.resume` after loading. The text names the first tensor and
     the ranks. Look for a step that ranks take differently, or for a faulty GPU.
     """
+
+
+class NotProvedError(ElasticResumeError):
+    """A resume computed the newest steps again, and the result differs from what the run had computed.
+
+    Raised by `Run.step`, `Run.end_epoch` or `Run.close` on all ranks. The job then restarts from the state
+    that it had, unless ``--prove stop`` is given. Rank 0 logs the values that differ.
+    """
+
+    is_deterministic = False
 
 
 class WorldChanged(BaseException):

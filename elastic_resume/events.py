@@ -51,8 +51,11 @@ Kinds, their writers and their own fields::
     agent-end             agent      outcome (done | failed | signalled | left), exit_code, reason, message
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
                                      nodes, kind (cold | resumed), source_node, source_tier (memory |
-                                     disk | ""), source_generation, receiving_nodes [node], rejected [{node,
-                                     generation, step, reason}], recomputed_steps, seconds
+                                     disk | ""), source_generation, proves_step (or null), receiving_nodes
+                                     [node], rejected [{node, generation, step, reason}],
+                                     recomputed_steps, seconds
+    proof                 rank 0     generation, step, first_step, verdict (proved | rounding | not proved),
+                                     ranks, seconds, message; steps were computed again after a resume
     worker-start          worker     generation, rank, local_rank, world_size, step, gpu (UUID of the model's
                                      device, or null); the state is loaded
     restartable           worker     generation, rank, local_rank, start_s (from its start to er.resume),

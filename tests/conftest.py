@@ -33,6 +33,9 @@ settings.load_profile("patient")
 # once, because connections end. A test about unreachable nodes sets --node-timeout, which takes precedence.
 os.environ.setdefault("ELASTIC_RESUME_NODE_TIMEOUT", "10")
 
+# Most tests know the step from which a job resumes. Those of proofs set it.
+os.environ.setdefault("ELASTIC_RESUME_PROVE", "off")
+
 # OpenMP's threads spin while they wait, which slows all other tests down. Nodes get the same value from
 # `Cluster`, and equal variables let them share one fork server.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -157,7 +157,7 @@ class RestartController:
             self._emit_verdict(self.generation, None, decision)
             self._carry_out(decision)
         self.log.log_not_parked()
-        if result.failed:
+        if result.failures or result.failed:
             delay_s = self._restart_delay_s(self._history)
             self.log.log_failure(root_cause, restarts=self._will_continue(self._history), delay_s=delay_s)
         else:
@@ -326,7 +326,8 @@ class RestartController:
         if unreachable:
             failure = failure_classification.make_network_failure(self._node, unreachable)
             result = replace(result, failures=(failure, *result.failures))
-        return replace(result, failed=failed or bool(result.failures))
+        failed = (failed or bool(result.failures)) and not restart.is_way_back(result.failures)
+        return replace(result, failed=failed)
 
     def _read_steps(self) -> list[events.Event]:
         """Return this generation's steps from the event log and the progress page.

@@ -292,7 +292,7 @@ def _encode_lock_owner() -> bytes:
 
 
 def _node_taken_message(path: Path, node: str) -> str:
-    owner = _read_json(path / constants.LOCK_OWNER_FILE) or {}
+    owner = read_json(path / constants.LOCK_OWNER_FILE) or {}
     since = owner.get("since")
     is_known = isinstance(since, (int, float)) and 0 <= since < 1e11
     when = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(since)) if is_known else ""
@@ -303,7 +303,7 @@ def _node_taken_message(path: Path, node: str) -> str:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """Read a small JSON object; return None if it is missing or invalid."""
     with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
         record = json.loads(file.read(_MAX_SMALL_FILE_BYTES))
@@ -339,7 +339,7 @@ def _is_generation(value: object) -> bool:
 
 def read_script_arguments(node_dir: Path) -> tuple[str, list[str]]:
     """Return the launcher and the script arguments of the last start; empty if unknown."""
-    record = _read_json(node_dir / SCRIPT_ARGUMENTS_FILE) or {}
+    record = read_json(node_dir / SCRIPT_ARGUMENTS_FILE) or {}
     launcher_id, arguments = record.get("launcher_id"), record.get("words")
     if not isinstance(launcher_id, str) or not isinstance(arguments, list):
         return "", []
@@ -386,5 +386,5 @@ def record_committed_generation(node_dir: Path, generation: int, disk: Disk = DI
 def read_committed_generation(node_dir: Path) -> int:
     """Return the newest generation with a commit by this node; 0 if unknown."""
     # A damaged file counts as missing, because only a safety check uses it.
-    record = _read_json(node_dir / COMMITTED_FILE) or {}
+    record = read_json(node_dir / COMMITTED_FILE) or {}
     return int(record["generation"]) if _is_generation(record.get("generation")) else 0

@@ -32,12 +32,15 @@ from elastic_resume.units import to_printable
 
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
 HANG, DIVERGENCE, DISK, GPU, STUCK = "hang", "divergence", "disk", "gpu", "stuck"
-NODE_LOST, PREEMPTED, NETWORK = "node-lost", "preempted", "network"
+NODE_LOST, PREEMPTED, NETWORK, NOT_PROVED = "node-lost", "preempted", "network", "not-proved"
 FAILURE_KINDS = (
     EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, GPU, STUCK, NODE_LOST, PREEMPTED, NETWORK,
+    NOT_PROVED,
 )  # fmt: skip
 NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
 """Kinds that say nothing about a worker: the node came or went, or two nodes cannot reach each other."""
+UNCOUNTED_KINDS = NODE_FAILURE_KINDS | {NOT_PROVED}
+"""Kinds that do not count against the job. Workers whose resume is not proved go back to the kept state."""
 
 """Characters of each text: a failure travels to every node."""
 _SECONDARY_PATTERN = re.compile(
@@ -393,6 +396,8 @@ def _refine_kind(failure: Failure, memory_pressure: MemoryPressure) -> Failure:
     """Replace the kind of an exception by the kind that its text proves."""
     if failure.type == "DivergenceError":
         return replace(failure, kind=DIVERGENCE)
+    if failure.type == "NotProvedError":
+        return replace(failure, kind=NOT_PROVED)
     is_exception = failure.kind == EXCEPTION
     if failure.type in _OWN_DISK_ERRORS or (is_exception and _DISK_ERROR_PATTERN.match(failure.message)):
         return replace(failure, kind=DISK)

@@ -252,7 +252,7 @@ def summarize_generation(
     ]
     failures = failure_classification.classify_failures(events, node, memory_pressure)
     return GenerationResult(
-        failed=bool(failures),
+        failed=bool(failures) and not is_way_back(failures),
         start_step=min((step for step in starts if step is not None), default=None),
         newest_step=max((step for step in reached if step is not None), default=None),
         failures=failures,
@@ -275,8 +275,14 @@ def merge_reported_failures(
     if root.is_deterministic:
         return replace(result, failed=True)
     return replace(
-        result, failed=not membership_changed and root.kind not in failure_classification.NODE_FAILURE_KINDS
+        result, failed=not membership_changed and root.kind not in failure_classification.UNCOUNTED_KINDS
     )
+
+
+def is_way_back(failures: Sequence[Failure]) -> bool:
+    """Whether the workers ended only to go back to a kept state: their resume was not proved."""
+    root = separate_root_causes(failures).root_cause
+    return root is not None and root.kind == failure_classification.NOT_PROVED and not root.is_deterministic
 
 
 def decide_own_exclusion(

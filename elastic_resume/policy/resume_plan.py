@@ -70,6 +70,7 @@ class Inventory:
 
     ``committed_generation`` is the newest generation that had a checkpoint on this node, even if it has been
     deleted. ``has_restarted`` and ``command`` (script and arguments of the last start) are for messages only.
+    ``wants_proof`` and ``replayed_version`` (of the newest state that was computed again) are for `proof`.
     """
 
     node: str
@@ -83,6 +84,8 @@ class Inventory:
     last_world_size: int | None = None
     has_restarted: bool = False
     command: tuple[str, ...] = ()
+    wants_proof: bool = False
+    replayed_version: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class ResumePlan:
     """The state that a generation starts from.
 
     ``kind`` is "resumed" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
-    maps node names to the state that each node reads; ``receiving_nodes`` get it sent.
+    maps node names to the state that each node reads; ``receiving_nodes`` get it sent. ``target`` is the
+    newest state, if the generation starts from an earlier one and computes it again; see `proof`.
     """
 
     kind: str
@@ -104,6 +108,7 @@ class ResumePlan:
     rejected: tuple[RejectedState, ...] = ()
     recomputed_steps: int = 0
     previous_world_size: int | None = None
+    target: SavedState | None = None
 
     @property
     def version(self) -> tuple[int, int]:

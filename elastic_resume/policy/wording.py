@@ -275,6 +275,8 @@ def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str
         return "a worker exited without reporting an error"
     if failure.kind in failures.NODE_FAILURE_KINDS:
         return to_printable(f"node {failure.node} {_describe_cause(failure)}")
+    if failure.kind == failures.NOT_PROVED:  # alike on all ranks
+        return to_printable(failure.message.rstrip("."), MAX_CHARS)
     if isinstance(failure.cause, GpuFault) and failure.rank is None:
         return _describe_gpu(failure.cause) + (f" on node {failure.node}" if with_node else "")
     subject = "a worker" if failure.rank is None else f"rank {failure.rank}"

@@ -25,7 +25,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -43,9 +43,10 @@ from elastic_resume.errors import (
     MismatchError,
     UntrackableError,
 )
-from elastic_resume.policy import reasons, resume_plan
+from elastic_resume.policy import proof, reasons, resume_plan
 from elastic_resume.policy.resume_plan import Inventory, ResumePlan
 from elastic_resume.policy.wording import MIXED_HARDWARE_HINT
+from elastic_resume.proof import record
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
 from elastic_resume.restore.replica_check import find_first_difference
@@ -123,7 +124,11 @@ def restore(
             return (flat, None), None
         disk_error = _check_disk_space(context, node_dir, flat, tracked)
         generation = node_dir.read_generation()
-        own = take_inventory(context, sources, progress_page, generation)
+        own = replace(
+            take_inventory(context, sources, progress_page, generation),
+            wants_proof=record.wants_proof(context),
+            replayed_version=record.replayed_version(slot_client),
+        )
         return (flat, disk_error), reasons.to_json(own)
 
     (flat, disk_error), gathered = context.run_and_gather(flatten_and_list)
@@ -131,7 +136,7 @@ def restore(
     mode = context.settings.resume
     failpoints.hit("resume.planned")
     while True:
-        plan = resume_plan.choose_resume_plan(inventories, mode)
+        plan = proof.plan_resume(inventories, mode, context.collectives.size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)

@@ -81,7 +81,7 @@ def list_sources(context: RankContext, slot_client: SlotClient | None) -> dict[s
 
 
 class MemorySource:
-    """The newest snapshot in this node's memory. Its bytes have no digest to check."""
+    """The snapshots in this node's memory. Their bytes have no digest to check."""
 
     tier = MEMORY
 
@@ -90,15 +90,15 @@ class MemorySource:
         self._slot_client = slot_client
 
     def list_states(self) -> Listing:
-        """List the newest valid snapshot; discard newer ones that are damaged."""
+        """List the complete snapshots; discard those that are damaged."""
         context, client = self._context, self._slot_client
+        if client is None:
+            return Listing((), ())
+        found: list[SavedState] = []
         rejected: list[RejectedState] = []
-        while (
-            client is not None
-            and (state := slot_memory.newest_complete(client.control_block.read_slots())) is not None
-        ):
+        for state in slot_memory.list_complete(client.control_block.read_slots()):
             try:
-                snapshot = client.find_newest()
+                snapshot = client.read_snapshot(state)
                 if snapshot is not None and snapshot.manifest.run_id != context.settings.run_id:
                     raise ForeignError(f"belongs to the run {snapshot.manifest.run_id!r}.")
             except CheckpointError as error:
@@ -107,14 +107,16 @@ class MemorySource:
                 rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
                 client.discard(state.index)
                 continue
-            found = (to_saved_state(context.node, snapshot.manifest, MEMORY),) if snapshot is not None else ()
-            return Listing(found, tuple(rejected))
-        return Listing((), tuple(rejected))
+            if snapshot is not None:
+                found.append(to_saved_state(context.node, snapshot.manifest, MEMORY))
+        return Listing(tuple(found), tuple(rejected))
 
     def open(self, saved_state: SavedState) -> OpenedState:
         """See StateSource."""
         client = self._slot_client
-        snapshot = client.find_newest() if client is not None else None
+        snapshot = (
+            client.find_snapshot(saved_state.version, saved_state.epoch) if client is not None else None
+        )
         if (
             snapshot is None
             or to_saved_state(saved_state.owner_node, snapshot.manifest, MEMORY) != saved_state

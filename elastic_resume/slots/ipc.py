@@ -311,8 +311,21 @@ class SlotClient:
     def find_newest(self) -> LocalSnapshot | None:
         """Return the newest complete snapshot or None; raise CheckpointError if it is damaged."""
         state = slot_memory.newest_complete(self.control_block.read_slots())
-        slot = self.map_slot(state.index, state.serial) if state is not None else None
-        if state is None or slot is None:
+        return self.read_snapshot(state) if state is not None else None
+
+    def find_snapshot(self, version: tuple[int, int], epoch: int) -> LocalSnapshot | None:
+        """Return the complete snapshot of (generation, step) and epoch, or None; see `find_newest`."""
+        for state in slot_memory.list_complete(self.control_block.read_slots()):
+            if slot_memory.decode_snapshot_id(state.snapshot_id) == version:
+                snapshot = self.read_snapshot(state)
+                if snapshot is not None and snapshot.manifest.position.epoch == epoch:
+                    return snapshot
+        return None
+
+    def read_snapshot(self, state: SlotState) -> LocalSnapshot | None:
+        """Return the complete snapshot of a slot, None if the slot is gone; see `find_newest`."""
+        slot = self.map_slot(state.index, state.serial)
+        if slot is None:
             return None
         manifest, image = slot.read_snapshot(state.snapshot_id)
         Layout.parse(image, len(image))

@@ -81,7 +81,7 @@ _MAX_GENERATION = 1 << 22  # so an id leaves bit 63 to the flags
 _HEADER_WORDS = 16
 _HEADER_FIELDS = (
     *("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "digest_cpu_us"),
-    "copies_at_once",
+    *("copies_at_once", "replayed_id"),
 )
 _SLOT_FIELDS = (
     "serial", "capacity", "pinned", "soft_pinned", "committed",
@@ -158,9 +158,12 @@ class SlotState:
 
 def newest_complete(states: Sequence[SlotState]) -> SlotState | None:
     """Return the slot with the newest complete snapshot."""
-    return max(
-        (state for state in states if state.complete), key=lambda state: state.snapshot_id, default=None
-    )
+    return next(iter(list_complete(states)), None)
+
+
+def list_complete(states: Sequence[SlotState]) -> list[SlotState]:
+    """Return the slots with complete snapshots, newest first."""
+    return sorted((s for s in states if s.complete), key=lambda s: s.snapshot_id, reverse=True)
 
 
 def choose_overwritable(states: Sequence[SlotState], *, is_only_slot: bool = False) -> SlotState | None:
@@ -255,6 +258,7 @@ class ControlBlock:
         All local ranks take part in the snapshot of ``next_snapshot_step``, and wait for its slot.
         ``decided_id`` ends their waiting: it is the id of the newest snapshot that has got a slot, or will
         have none. ``copies_at_once`` is 1 if the script has changed state that was being copied.
+        ``replayed_id``: the newest snapshot whose steps a generation has begun to compute again (`proof`).
         """
         return int(self._words[_HEADER_FIELDS.index(name)])
 

@@ -24,8 +24,8 @@ _CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # When a job first started. `integrations.transformers` names its loggers after it; equal runs differ in it.
-_NOT_COMPARED = "trainer_start/nanoseconds"
-_ABSENT = object()  # for a name that one checkpoint lacks; None is a value
+NOT_COMPARED = "trainer_start/nanoseconds"
+ABSENT = object()  # for a name that one checkpoint lacks; None is a value
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         values = [
             checkpoint.tensor(value) if isinstance(value, TensorRef) else value
             for checkpoint, value in zip(
-                checkpoints, (state_a.get(name, _ABSENT), state_b.get(name, _ABSENT)), strict=True
+                checkpoints, (state_a.get(name, ABSENT), state_b.get(name, ABSENT)), strict=True
             )
         ]
-        differences += _find_differences(name, *values)
+        differences += find_differences(name, *values)
         tensor_count += any(isinstance(value, Tensor) for value in values)
     compared_a, compared_b = (
         ComparedCheckpoint(str(checkpoint.path), checkpoint.manifest.generation, checkpoint.manifest.step)
@@ -97,13 +97,14 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
 def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
     """Yield every value with its path, and references to tensors."""
     for name, leaf in iter_leaves({"position": asdict(checkpoint.manifest.position), **checkpoint.state}):
-        if name != _NOT_COMPARED:
+        if name != NOT_COMPARED:
             yield name, leaf
 
 
-def _find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
-    if a is _ABSENT or b is _ABSENT:
-        kind = "only in B" if a is _ABSENT else "only in A"
+def find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
+    """Yield how two values differ, if they do: tensors on the CPU, plain values, or `ABSENT`."""
+    if a is ABSENT or b is ABSENT:
+        kind = "only in B" if a is ABSENT else "only in A"
         yield Difference(name, kind, describe_value(a), describe_value(b))
     elif not isinstance(a, Tensor) or not isinstance(b, Tensor):
         are_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
@@ -113,13 +114,13 @@ def _find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
         yield Difference(name, "shape", describe_value(a), describe_value(b))
     elif a.dtype != b.dtype:
         yield _measure_difference(name, "dtype", a, b)
-    elif not all(torch.equal(_view_as_integers(x), _view_as_integers(y)) for x, y in _iter_chunks(a, b)):
+    elif not all(torch.equal(_view_as_integers(x), _view_as_integers(y)) for x, y in iter_chunks(a, b)):
         yield _measure_difference(name, "values", a, b)
 
 
 def describe_value(value: Any) -> str:
     """Describe a value in at most 60 characters."""
-    if value is _ABSENT:
+    if value is ABSENT:
         return "absent"
     if isinstance(value, Tensor):
         return describe_tensor(value)
@@ -127,7 +128,8 @@ def describe_value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _iter_chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def iter_chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the elements of two tensors of one shape in pieces."""
     flat = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).reshape(-1) for t in (a, b)]
     for start in range(0, flat[0].numel(), _CHUNK_ELEMENTS):
         yield flat[0][start : start + _CHUNK_ELEMENTS], flat[1][start : start + _CHUNK_ELEMENTS]
@@ -141,7 +143,7 @@ def _measure_difference(name: str, kind: str, a: Tensor, b: Tensor) -> Differenc
     """Count the elements that differ, and measure by how much."""
     count = total = 0
     max_abs = max_rel = 0.0
-    for chunk_a, chunk_b in _iter_chunks(_widen_float8(a), _widen_float8(b)):
+    for chunk_a, chunk_b in iter_chunks(_widen_float8(a), _widen_float8(b)):
         total += chunk_a.numel()
         if chunk_a.dtype == chunk_b.dtype:
             differs = _view_as_integers(chunk_a) != _view_as_integers(chunk_b)

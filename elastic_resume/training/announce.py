@@ -36,6 +36,7 @@ def resume_event_fields(result: ResumeResult, position: Position, world_size: in
         "source_node": plan.source_node,
         "source_tier": plan.source_tier,
         "source_generation": plan.source_generation,
+        "proves_step": plan.target.step if plan.target is not None else None,
         "receiving_nodes": list(plan.receiving_nodes),
         "rejected": [
             {
@@ -87,6 +88,10 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     lost = "" if plan.kind == "cold" else "; no step lost"
     if plan.recomputed_steps:
         lost = f"; {format_count(plan.recomputed_steps, 'step')} to recompute"
+    if plan.target is not None:
+        again = format_count(plan.target.step - plan.step, "finished step")
+        again = "the end of an epoch" if plan.target.step == plan.step else again
+        lost += f"; {again} will be computed again to prove the resume (--prove)"
     old_world_size = plan.previous_world_size
     world = f"{format_count(world_size, 'rank')} on {format_count(len(result.nodes), 'node')}"
     if old_world_size not in {None, world_size}:

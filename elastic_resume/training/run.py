@@ -132,6 +132,7 @@ class Run:
         self._own_time = OwnTime(parts.heartbeat.set_own_time, count_collectives)
         self._snapshot_scheduler = parts.snapshot_scheduler
         self._plan = parts.result.plan
+        self._replay = parts.replay
         self._drain_request = parts.drain_request
         self._start_hooks: list[Callable[[], object]] | None = []  # None after the hooks have run
         self._closed = False
@@ -227,7 +228,7 @@ class Run:
             self._bucket_order.prepare(name, inner, wrapped)
             self._own_time.watch(wrapped)
         reference = weakref.ref(wrapped)  # the registration outlives the generation
-        failpoints.register_action("skip-collective", lambda: _skip_next_reduction(reference()))
+        failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
         return wrapped
 
     def replicate(self, model: nn.Module) -> nn.Module:
@@ -294,7 +295,7 @@ class Run:
         self._progress.end_epoch()
         exchange(self._rank_values, self._context.collectives)
         self._rank0_buffers.receive()
-        if self._save_if_due():
+        if self._replay_boundary() if self._replay is not None else self._save_if_due():
             self._drain_request.terminate_process()
 
     def step(self) -> None:
@@ -328,7 +329,9 @@ class Run:
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
         is_drained = False
-        if self._progress.has_no_batch_left:
+        if self._replay is not None:
+            is_drained = self._replay_boundary()
+        elif self._progress.has_no_batch_left:
             self._snapshot_scheduler.after_step(position, may_commit=False)
         else:
             is_drained = self._save_if_due()
@@ -456,6 +459,8 @@ class Run:
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
         if not (self._context.is_local_leader or self._snapshot_scheduler.is_sharded):
+            return None
+        if self._replay is not None:  # a newer state is saved, and this one may prove wrong
             return None
         position, is_epoch_over = self._progress.position_to_resume_from()
         self._snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
@@ -728,6 +733,15 @@ class Run:
         scheduler.after_step(self.position, is_epoch_over=is_epoch_over, is_drained=is_drained)
         return is_drained and scheduler.has_kept(self.position, is_epoch_over=is_epoch_over)
 
+    def _replay_boundary(self) -> bool:
+        """Compare if the replay ends here, and save nothing. Return as `_save_if_due`."""
+        replay = self._replay
+        if replay is not None and replay.has_reached(self.position):
+            with self._heartbeat.busy():
+                replay.finish(self.position)
+            self._replay = None
+        return self._drain_request.requested and self._context.is_local_leader
+
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}
 
@@ -746,6 +760,8 @@ class Run:
 
     def _save_final_state(self) -> None:
         """Commit the final state, in several attempts."""
+        if self._replay is not None:
+            self._replay.end_early(self.position)
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
             if self._snapshot_scheduler.has_committed(self.position):
@@ -778,16 +794,3 @@ class Run:
         self._committer_connection.close()
         self._node_dir.release()
         self._context.events.close()
-
-
-def _skip_next_reduction(wrapped: DistributedDataParallel | None) -> None:
-    """Skip the next gradient reduction, as no_sync() in the wrong place does; for the fault injector."""
-    if wrapped is None:
-        return
-
-    def restore_reduction(*_: Any) -> None:
-        wrapped.require_backward_grad_sync = True
-        hook.remove()
-
-    wrapped.require_backward_grad_sync = False
-    hook = wrapped.register_forward_hook(restore_reduction)

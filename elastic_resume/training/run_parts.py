@@ -18,6 +18,7 @@ from elastic_resume.data import elastic_sampler, rng
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState
 from elastic_resume.data.sharded_stream import ShardedStream
+from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
 from elastic_resume.restore import coordinator
@@ -65,6 +66,7 @@ class RunParts:
     drain_request: worker_exit.DrainRequest
     result: ResumeResult
     state_bytes: int
+    replay: Replay | None
 
 
 def open_context(
@@ -134,6 +136,12 @@ def restore_parts(
         cleanup.callback(scheduler.close)
         state_bytes = coordinator.estimate_state_bytes(result.flat_state, tracked)
         scheduler.reserve_memory(state_bytes)
+        replay = None
+        if (target := result.plan.target) is not None:
+            knows_data = coordinator.DATA in tracked
+            replay = Replay(
+                context, result.plan, target, tracked, connection.slot_client, knows_data=knows_data
+            )
         # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
         context.run_on_all_ranks(lambda: None)
         cleanup.pop_all()
@@ -152,6 +160,7 @@ def restore_parts(
         drain_request,
         result,
         state_bytes,
+        replay,
     )
 
 

@@ -29,6 +29,7 @@ LAYERS = """
     rendezvous
     state data
     ranks
+    proof
     restore capture
     training report
     integrations commands
@@ -37,7 +38,7 @@ LAYERS = """
     cli
 """
 LEVEL = {part: level for level, line in enumerate(LAYERS.split("\n")) for part in line.split()}
-WORKER_PACKAGES = {"state", "data", "ranks", "restore", "capture", "training", "integrations"}
+WORKER_PACKAGES = {"state", "data", "ranks", "proof", "restore", "capture", "training", "integrations"}
 MAY_IMPORT_TORCH = (
     *(f"{package}/" for package in sorted(WORKER_PACKAGES)),
     "agent/torchelastic.py",

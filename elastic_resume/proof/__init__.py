@@ -1,0 +1,1 @@
+"""Prove a resume: compute the newest snapshot again from an earlier one, and compare."""

@@ -1,0 +1,159 @@
+"""Compare the live state of a rank with a snapshot in its node's memory, byte for byte.
+
+The rank on which the snapshot counts compares everything. The others compare what every rank holds alike, and
+their own shards: the rest may differ between ranks, and was rank 0's since the restore.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from elastic_resume.checkpoint import json_codec
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.checkpoint.shards import shard_index
+from elastic_resume.policy.proof import Difference, RankComparison
+from elastic_resume.slots.ipc import LocalSnapshot
+from elastic_resume.state import diff, state_dict
+from elastic_resume.state.open_checkpoint import iter_leaves
+from elastic_resume.state.state_dict import REPLICATED, TensorBuffer
+
+MAX_DIFFERENCES = 8
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """The snapshot to compare with, and the one from which it was computed again, if it is still there."""
+
+    target: LocalSnapshot
+    base: LocalSnapshot | None
+
+
+def compare_rank(
+    tracked: Mapping[str, Any],
+    position: Position,
+    snapshots: Snapshots,
+    *,
+    is_source: bool,
+    local_rank: int,
+    knows_data: bool,
+) -> RankComparison:
+    """Compare the tracked objects with a snapshot.
+
+    ``is_source``: the snapshot is this rank's own, and counts for all. ``knows_data``: `er.resume` knows the
+    order of samples, so that the position within the epoch is restored too.
+    """
+    flat = state_dict.flatten(tracked)
+    manifest, target = snapshots.target.manifest, _open_tensors(snapshots.target)
+    live = {leaf.name: leaf for leaf in flat.leaves}
+    may_differ = {leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED} | {*manifest.rank0_tensors}
+    names = [
+        name
+        for name in dict.fromkeys([*target.layout.extents, *live])
+        if shard_index(name) in {None, local_rank} and (is_source or name not in may_differ)
+    ]
+    found: list[diff.Difference] = []
+    for name in names:
+        there = target.tensor(name) if name in target.layout.extents else diff.ABSENT
+        here = live[name].tensor.cpu() if name in live else diff.ABSENT
+        found += diff.find_differences(name, there, here)
+    values_then = _collect_values(manifest.state, manifest.position, knows_data=knows_data)
+    structure = json.loads(json.dumps(flat.structure))
+    values_now = _collect_values(structure, position, knows_data=knows_data)
+    prefixes = tuple(f"{name}/" for name, item in tracked.items() if is_source or isinstance(item, Optimizer))
+    prefixes += ("position/",)
+    value_names = [name for name in dict.fromkeys([*values_then, *values_now]) if name.startswith(prefixes)]
+    values = [
+        difference
+        for name in value_names
+        for difference in diff.find_differences(
+            name, values_then.get(name, diff.ABSENT), values_now.get(name, diff.ABSENT)
+        )
+    ]
+    error, change = _measure(live, snapshots, [d.name for d in found]) if found else (0.0, 0.0)
+    beyond_rounding = bool(values) or any(not _is_rounding(difference, live) for difference in found)
+    shown = [*(_describe(d) for d in _sort_values(values)), *(_describe(d) for d in found)]
+    return RankComparison(
+        len(names),
+        len(value_names),
+        tuple(shown[:MAX_DIFFERENCES]),
+        len(shown),
+        beyond_rounding,
+        error,
+        change,
+    )
+
+
+def _collect_values(state: Any, position: Position, *, knows_data: bool) -> dict[str, Any]:
+    fields = vars(position) if knows_data else {"step": position.step}
+    leaves = iter_leaves({"position": fields, **json_codec.decode(state)})
+    return {name: value for name, value in leaves if name != diff.NOT_COMPARED}
+
+
+def _sort_values(values: list[diff.Difference]) -> list[diff.Difference]:
+    """Hyperparameters first: they say most."""
+    return sorted(values, key=lambda each: not each.name.startswith(("optimizer", "scheduler")))
+
+
+def _is_rounding(difference: diff.Difference, live: Mapping[str, state_dict.Leaf]) -> bool:
+    return difference.kind == "values" and live[difference.name].tensor.is_floating_point()
+
+
+def _describe(difference: diff.Difference) -> Difference:
+    if difference.kind == "values":
+        text = (
+            f"{difference.differing_elements:,} of {difference.total_elements:,} elements, by up to "
+            f"{difference.max_rel_difference:.2g} of their value"
+        )
+        return Difference(difference.name, text, is_tensor=True)
+    text = f"{difference.value_a}, and now {difference.value_b}"
+    return Difference(difference.name, text, is_tensor=difference.kind in {"dtype", "shape"})
+
+
+# ---- how much differs --------------------------------------------------------------------------------
+
+
+def _open_tensors(snapshot: LocalSnapshot) -> TensorBuffer:
+    return TensorBuffer(Layout.parse(snapshot.image, len(snapshot.image)), snapshot.image)
+
+
+def _measure(
+    live: Mapping[str, state_dict.Leaf], snapshots: Snapshots, differing: list[str]
+) -> tuple[float, float]:
+    """Return how much the differing tensors differ, and how much the steps have changed all of them.
+
+    Both are roots of sums of squares; the second is 0 without the earlier snapshot.
+    """
+    target = _open_tensors(snapshots.target)
+    shared = [name for name in differing if name in live and name in target.layout.extents]
+    error = sum(_sum_squares(target.tensor(name), live[name].tensor.cpu()) for name in shared)
+    if snapshots.base is None:
+        return float(error**0.5), 0.0
+    base = _open_tensors(snapshots.base)
+    change = sum(
+        _sum_squares(base.tensor(name), target.tensor(name))
+        for name in base.layout.extents.keys() & target.layout.extents.keys()
+    )
+    return float(error**0.5), float(change**0.5)
+
+
+def _sum_squares(a: Tensor, b: Tensor) -> float:
+    """Return the sum of the squared differences of two floating point tensors; 0 for others."""
+    if a.shape != b.shape or not (a.is_floating_point() and b.is_floating_point()):
+        return 0.0
+    return sum(float((x.double() - y.double()).square().sum()) for x, y in _iter_pairs(a, b))
+
+
+def _iter_pairs(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from diff.iter_chunks(*(t.float() if t.element_size() == 1 else t for t in (a, b)))
+
+
+def is_complete(snapshot: LocalSnapshot) -> bool:
+    """Return whether the snapshot is still in its slot."""
+    return snapshot.slot.record.complete_snapshot_id() == snapshot.snapshot_id

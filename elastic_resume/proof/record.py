@@ -1,0 +1,74 @@
+"""Remember on each node whether a resume of this script was proved.
+
+``proof.json`` in the node's directory holds a digest of the script and its arguments, the newest verdict, and
+how often a resume was not proved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import xxhash
+
+from elastic_resume.checkpoint import node_dir
+from elastic_resume.checkpoint.atomic_io import DISK
+from elastic_resume.errors import MachineError
+from elastic_resume.policy import proof
+from elastic_resume.policy.proof import Verdict
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.slots import slot_memory
+from elastic_resume.slots.ipc import SlotClient
+
+PROOF_FILE = "proof.json"
+MAX_SCRIPT_BYTES = 4 << 20
+
+
+def wants_proof(context: RankContext) -> bool:
+    """Return whether this node wants the next resume to be proved."""
+    mode = context.settings.prove
+    if mode in {proof.OFF, proof.ALWAYS}:
+        return mode == proof.ALWAYS
+    verdict, failures = _read(context.node_dir)
+    return verdict not in {proof.PROVED, proof.ROUNDING} and failures < proof.MAX_PROOFS
+
+
+def replayed_version(client: SlotClient | None) -> tuple[int, int]:
+    """Return the version of the newest snapshot of this node that was computed again, or was to be."""
+    word = client.control_block.get("replayed_id") if client is not None else 0
+    return slot_memory.decode_snapshot_id(word)
+
+
+def record_replay(client: SlotClient, version: tuple[int, int]) -> None:
+    """Record, before the first step, that the snapshot of ``version`` is about to be computed again.
+
+    A generation that ends before the verdict is followed by one without a proof.
+    """
+    client.control_block.set("replayed_id", slot_memory.encode_snapshot_id(*version))
+
+
+def record_verdict(directory: Path, verdict: Verdict) -> None:
+    """Record a verdict; a failing disk is ignored, and a later resume is proved again."""
+    failures = _read(directory)[1] + 1 if verdict.kind == proof.NOT_PROVED else 0
+    record = {"command": _digest_command(), "verdict": verdict.kind, "failures": failures}
+    with contextlib.suppress(MachineError):
+        DISK.write_atomic(directory / PROOF_FILE, json.dumps(record).encode())
+
+
+def _read(directory: Path) -> tuple[str, int]:
+    """Return the newest verdict about this script with these arguments, and how often it was not proved."""
+    record = node_dir.read_json(directory / PROOF_FILE) or {}
+    failures = record.get("failures")
+    if record.get("command") != _digest_command() or not isinstance(failures, int):
+        return "", 0
+    return str(record.get("verdict")), failures
+
+
+def _digest_command() -> str:
+    """Digest the script's file and its arguments. Another file has to be proved anew."""
+    digest = xxhash.xxh3_128(json.dumps(sys.argv).encode())
+    with contextlib.suppress(OSError), open(sys.argv[0], "rb") as file:
+        digest.update(file.read(MAX_SCRIPT_BYTES))
+    return digest.hexdigest()

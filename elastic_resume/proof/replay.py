@@ -1,0 +1,151 @@
+"""Compute the steps up to the newest snapshot again, and compare; see `policy.proof`.
+
+Until the verdict no snapshot is taken and nothing is saved: the newest state of the job stays the one in
+memory and on disk, and whatever dies meanwhile, the next generation resumes from it, without a proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.errors import CheckpointError, NotProvedError
+from elastic_resume.policy import proof, reasons
+from elastic_resume.policy.proof import RankComparison, Verdict
+from elastic_resume.policy.resume_plan import ResumePlan, SavedState
+from elastic_resume.proof import record
+from elastic_resume.proof.comparison import Snapshots, compare_rank, is_complete
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.slots.ipc import SlotClient
+
+logger = logging.getLogger(__name__)
+
+
+class Replay:
+    """The steps of one generation that are computed again, on one rank."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        plan: ResumePlan,
+        target: SavedState,
+        tracked: Mapping[str, Any],
+        slot_client: SlotClient,
+        *,
+        knows_data: bool,
+    ) -> None:
+        """Begin the replay of ``target`` from the state that ``plan`` has loaded. Every rank calls it.
+
+        ``knows_data``: see `compare_rank`.
+        """
+        self._context, self._plan, self._target = context, plan, target
+        self._tracked, self._slot_client, self._knows_data = tracked, slot_client, knows_data
+        if context.is_local_leader:
+            record.record_replay(slot_client, target.version)
+
+    def has_reached(self, position: Position) -> bool:
+        """Return whether the target's step boundary is reached, or passed."""
+        return (position.step, position.epoch) >= (self._target.step, self._target.epoch)
+
+    def finish(self, position: Position) -> None:
+        """Compare the state of the target's step boundary. Every rank calls it there.
+
+        Raises:
+            NotProvedError: on all ranks.
+
+        """
+        started_at = time.monotonic()
+        is_target = (position.step, position.epoch) == (self._target.step, self._target.epoch)
+
+        def compare() -> tuple[None, Any]:
+            return None, reasons.to_json(self._compare(position)) if is_target else None
+
+        _, gathered = self._context.run_and_gather(compare)
+        passed = "" if is_target else self._describe_other_end(f"it came to step {position.step}")
+        self._conclude([each for each in gathered if each is not None], passed, time.monotonic() - started_at)
+
+    def end_early(self, position: Position) -> None:
+        """Fail the proof: the script ends before the target, at ``position``.
+
+        Raises:
+            NotProvedError: on all ranks.
+
+        """
+        self._conclude([], self._describe_other_end(f"it ended at step {position.step}"), 0.0)
+
+    def _describe_other_end(self, what: str) -> str:
+        return (
+            f"the script had finished step {self._target.step} in epoch {self._target.epoch}; after a resume "
+            f"from step {self._plan.step} {what} without it. Does it count its epochs or steps itself, or read "
+            "another number of batches?"
+        )
+
+    def _conclude(self, encoded: list[Any], reason: str, seconds: float) -> None:
+        context = self._context
+        comparisons = [reasons.from_json(RankComparison, each) for each in encoded]
+        if not (comparisons or reason):
+            logger.warning("the snapshot to compare with is gone from memory; a later resume will be proved.")
+            return
+        verdict = proof.judge(self._plan.step, self._target.step, comparisons, reason)
+        if context.is_local_leader:
+            record.record_verdict(context.node_dir, verdict)
+        if context.collectives.rank == 0:
+            self._report(verdict, seconds)
+        if verdict.kind == proof.NOT_PROVED:
+            self._raise(verdict)
+
+    def _report(self, verdict: Verdict, seconds: float) -> None:
+        self._context.events.emit(
+            "proof",
+            generation=self._plan.generation,
+            step=verdict.step,
+            first_step=verdict.first_step,
+            verdict=verdict.kind,
+            ranks=verdict.ranks,
+            seconds=round(seconds, 4),
+            message=proof.describe(verdict),
+        )
+        text, level = proof.describe(verdict), logging.INFO
+        if verdict.kind == proof.ROUNDING:
+            level = logging.WARNING
+        elif verdict.kind == proof.NOT_PROVED:
+            text, level = f"{text} See {proof.PAGE}", logging.WARNING
+        logger.log(level, f"{text}.")
+
+    def _raise(self, verdict: Verdict) -> None:
+        is_end = self._context.settings.prove == proof.STOP
+        what = "the job ends (--prove stop)" if is_end else "the job goes back to that state"
+        error = NotProvedError(f"the resume to step {verdict.step} is not proved: {what}; nothing is lost.")
+        error.is_deterministic = is_end
+        raise error
+
+    def _compare(self, position: Position) -> RankComparison | None:
+        """Compare with the target in this node's memory; return None if it is not there."""
+        snapshots = None
+        with contextlib.suppress(CheckpointError):
+            snapshots = self._find_snapshots()
+        if snapshots is None:
+            return None
+        is_source = self._context.is_local_leader and self._context.node == self._target.owner_node
+        comparison = compare_rank(
+            self._tracked,
+            position,
+            snapshots,
+            is_source=is_source,
+            local_rank=self._context.local_rank,
+            knows_data=self._knows_data,
+        )
+        return comparison if is_complete(snapshots.target) else None
+
+    def _find_snapshots(self) -> Snapshots | None:
+        target = self._slot_client.find_snapshot(self._target.version, self._target.epoch)
+        if target is None:
+            return None
+        base = self._plan.holders[0][1]
+        with contextlib.suppress(CheckpointError):
+            return Snapshots(target, self._slot_client.find_snapshot(base.version, base.epoch))
+        return Snapshots(target, None)
