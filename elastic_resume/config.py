@@ -465,9 +465,9 @@ class Settings:
     step_mark_s: float = DEFAULT_STEP_MARK_S  # minimum seconds between a rank's `step` events; 0: each step
     snapshot_every: IntervalSetting = AUTO
     snapshot_memory: int | None = None  # bytes for this node's snapshots; None: auto, 0: off
-    prove: str = proof.FIRST
     check_replicas: IntervalSetting = AUTO  # steps or auto, not time: all nodes compare the same step
     transfer_addr: str | None = None  # where other nodes take the state from this one; None: auto
+    prove: str = proof.FIRST
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables from which `for_worker` reads the same settings."""

@@ -200,6 +200,8 @@ def describe_event(kind: str, reason: Any, *, node: str, generation: int) -> str
 def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -> str:
     last = describe_failure(reason.failure)
     match reason:
+        case restart.SameErrorAgain(failure) if failure.kind == failures.NOT_PROVED:
+            return f"{last}."
         case restart.SameErrorAgain():
             return f"{last}. Starting again would meet the same error."
         case restart.SameErrorEverywhere(_, num_nodes):

@@ -79,8 +79,8 @@ class Replay:
 
     def _describe_other_end(self, what: str) -> str:
         return (
-            f"the script had finished step {self._target.step} in epoch {self._target.epoch}; after a resume "
-            f"from step {self._plan.step} {what} without it. Does it count its epochs or steps itself, or read "
+            f"the script had finished step {self._target.step} in epoch {self._target.epoch}; resumed at "
+            f"step {self._plan.step} {what} without it. Does it count its epochs or steps itself, or read "
             "another number of batches?"
         )
 
