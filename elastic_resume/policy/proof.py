@@ -85,19 +85,19 @@ def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) ->
     if base is None:
         return plan
     earlier = [
-        replace(each, saved_states=tuple(s for s in each.saved_states if _moment(s) <= base))
+        replace(each, saved_states=tuple(s for s in each.saved_states if _moment(s) <= base), rejected=())
         for each in inventories
     ]
     replay = resume_plan.choose_resume_plan(earlier, mode)
-    newest = plan.saved_state_for(plan.source_node)
-    if replay.source_node != plan.source_node or replay.source_tier != MEMORY:
-        return plan  # what may differ between ranks would be another rank's
+    # The source stays: what may differ between ranks is compared with its own.
     return replace(
         replay,
+        source_node=plan.source_node,
+        source_rank=plan.source_rank,
         generation=plan.generation,
         rejected=plan.rejected,
         recomputed_steps=plan.recomputed_steps,
-        target=newest,
+        target=plan.saved_state_for(plan.source_node),
     )
 
 
@@ -109,17 +109,19 @@ def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: i
     if any(each.replayed_version >= newest.version for each in inventories):
         return None  # the replay of that state has ended without a verdict, or the state was not proved
     leader_by_node = {each.node: each.local_leader_rank for each in inventories}
-    has_moved = any(state.writer_rank != leader_by_node[node] for node, state in plan.holders)
+    has_moved = any(
+        state.writer_rank != leader_by_node[node] for node, state in plan.holders if state.owner_node == node
+    )
     sizes = {each.last_world_size for each in inventories if each.last_generation == newest.generation}
     if has_moved or sizes != {world_size}:
         return None  # other ranks read other samples and draw other random numbers
-    states = [state for each in inventories for state in each.saved_states if state.tier == MEMORY]
     earlier = sorted(
-        {
-            _moment(state)
-            for state in states
-            if state.generation == newest.generation and _moment(state) < _moment(newest)
-        }
+        _moment(state)
+        for each in inventories
+        for state in each.saved_states
+        if each.node == plan.source_node
+        and (state.tier, state.generation) == (MEMORY, newest.generation)
+        and _moment(state) < _moment(newest)
     )
     near = [moment for moment in earlier if newest.step - moment[0][1] <= MAX_PREFERRED_STEPS]
     return near[0] if near else max(earlier, default=None)

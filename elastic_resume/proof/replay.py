@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_resume import failpoints
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.errors import CheckpointError, NotProvedError
 from elastic_resume.policy import proof, reasons
@@ -95,6 +96,7 @@ class Replay:
             record.record_verdict(context.node_dir, verdict)
         if context.collectives.rank == 0:
             self._report(verdict, seconds)
+        failpoints.hit("proof.judged")
         if verdict.kind == proof.NOT_PROVED:
             self._raise(verdict)
 

@@ -1,0 +1,101 @@
+"""Resumes that prove themselves: the newest steps are computed again, and compared on every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.events import Event
+from elastic_resume.testing import Cluster
+from tests.support.paths import SCRIPTS
+
+pytestmark = pytest.mark.cluster
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job has done: its proofs, its starts, each rank's digest of the end, and its output."""
+
+    proofs: list[Event]
+    resumes: list[Event]
+    ends: list[str]
+    output: str
+    exit_codes: list[int]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The verdict of each proof."""
+        return [event["verdict"] for event in self.proofs]
+
+    @property
+    def starts(self) -> list[tuple[int, int]]:
+        """Generation and step of each start."""
+        return [(event["generation"], event["step"]) for event in self.resumes]
+
+
+def run_job(
+    directory: Path, kind: str, kills: str, *, prove: str = "first", nodes: int = 2, failpoints: str = ""
+) -> Outcome:
+    """Run the script with a snapshot at each step."""
+    directory.mkdir()
+    env = {"KIND": kind, "KILLS": kills, "ELASTIC_RESUME_FAILPOINTS": failpoints}
+    flags = ["--snapshot-every", "1", "--save-every", "1000", "--prove", prove]
+    with Cluster(directory, nodes=nodes, flags=flags, env=env) as cluster:
+        cluster.start(SCRIPTS / "proved.py", str(directory))
+        codes = cluster.wait_exit()
+        ends = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
+        output = "".join(cluster.output(node) for node in range(nodes))
+        return Outcome(cluster.events("proof"), cluster.events("resume"), ends, output, codes)
+
+
+@pytest.mark.parametrize("kind", ["right", "restartable"])
+def test_first_resume_of_a_right_script_is_proved_and_later_ones_are_not_repeated(
+    tmp_path: Path, kind: str
+) -> None:
+    """The second kill costs no proof. The end is that of an undisturbed run."""
+    job = run_job(tmp_path / "job", kind, "1:7:1,2:14:0")
+    assert (job.verdicts, job.exit_codes) == (["proved"], [0, 0])
+    assert [step for _, step in job.starts] == [0, job.proofs[0]["first_step"], 14]
+    assert job.proofs[0]["step"] == 7
+    assert [event["recomputed_steps"] for event in job.resumes] == [0, 0, 0]
+    assert job.ends == run_job(tmp_path / "undisturbed", "right", "").ends
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("index", "optimizer/param_groups/0/lr: 0.0"), ("counter", "model/")]
+)
+def test_wrong_resume_is_named_and_the_job_goes_back(tmp_path: Path, kind: str, named: str) -> None:
+    """It ends with the bits that it would have without a proof, and no step is lost."""
+    job = run_job(tmp_path / "job", kind, "1:7:1")
+    assert (job.verdicts, job.exit_codes) == (["not proved"], [0, 0])
+    assert named in job.proofs[0]["message"]
+    assert [step for _, step in job.starts] == [0, job.proofs[0]["first_step"], 7]
+    assert "goes back to that state" in job.output
+    assert job.ends == run_job(tmp_path / "without", kind, "1:7:1", prove="off").ends
+
+
+def test_failed_proof_ends_the_job_on_request(tmp_path: Path) -> None:
+    """With ``--prove stop``. The state that the run had is still there."""
+    job = run_job(tmp_path / "job", "index", "1:7:1", prove="stop")
+    assert job.verdicts == ["not proved"]
+    assert all(job.exit_codes)
+    assert "is not proved: the job ends (--prove stop)" in job.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills", "failpoints"),
+    [
+        ("right", "1:7:1,2:6:0", ""),  # within the replay
+        ("index", "1:7:1", "proof.judged=kill;rank=1;once=x"),  # on the way back
+    ],
+)
+def test_kill_during_a_proof_costs_no_step(tmp_path: Path, kind: str, kills: str, failpoints: str) -> None:
+    """The next start is the kept state, without a proof."""
+    job = run_job(tmp_path / "job", kind, kills, failpoints=failpoints)
+    assert job.exit_codes == [0, 0]
+    assert [step for _, step in job.starts][-1] == 7
+    assert len(job.starts) == 3
+    assert job.ends == run_job(tmp_path / "without", kind, "1:7:1", prove="off").ends

@@ -1,0 +1,60 @@
+"""A training script that is right, or wrong in the way of KIND, and kills workers as planned in KILLS.
+
+KILLS is ``GENERATION:STEP:RANK,…``: that rank kills itself when it has finished that step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import elastic_resume as er
+from elastic_resume.state import state_dict
+
+KIND = os.environ.get("KIND", "right")
+KILLS = [tuple(map(int, kill.split(":"))) for kill in os.environ.get("KILLS", "").split(",") if kill]
+EPOCHS, BATCH, SAMPLES = 2, 8, 80
+
+
+def main() -> None:
+    """Train two epochs of ten steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    inputs, targets = torch.randn(SAMPLES, 8), torch.randint(2, (SAMPLES,))
+    batches = er.GlobalBatches(SAMPLES, BATCH, shuffle=True)
+    run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
+
+    def train() -> None:
+        ddp, counter = run.ddp(model), 0
+        for _ in run.epochs(EPOCHS):
+            for index, batch in enumerate(batches):
+                if KIND == "index":
+                    optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
+                counter = counter + 1 if KIND == "counter" else run.position.step + 1
+                loss = functional.cross_entropy(ddp(inputs[batch]), targets[batch]) / counter
+                optimizer.zero_grad()
+                (loss * run.loss_weight).backward()
+                optimizer.step()
+                run.step()
+                if (run.generation, run.position.step, run.rank) in KILLS:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            scheduler.step()
+
+    (run.restartable(train) if KIND == "restartable" else train)()
+    flat = state_dict.flatten({"model": model, "optimizer": optimizer})
+    digest = state_dict.combine_digests(state_dict.digest_leaves(flat.leaves))
+    Path(sys.argv[1], f"end-{run.rank}.json").write_text(json.dumps(digest))
+    run.close()
+
+
+if __name__ == "__main__":
+    main()
