@@ -32,7 +32,7 @@ Moment = tuple[tuple[int, int], int]  # version and epoch of a saved state: the 
 
 
 @dataclass(frozen=True)
-class Difference:
+class DifferingValue:
     """A value that differs: its name, and what it was and is, or how much of it differs."""
 
     name: str
@@ -51,7 +51,7 @@ class RankComparison:
 
     tensors: int
     values: int
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[DifferingValue, ...] = ()
     count: int = 0
     beyond_rounding: bool = False
     error: float = 0.0
@@ -68,7 +68,7 @@ class Verdict:
     tensors: int = 0
     values: int = 0
     ranks: int = 0
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[DifferingValue, ...] = ()
     count: int = 0
     rounding: float = 0.0
     reason: str = ""
@@ -123,8 +123,14 @@ def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: i
         and (state.tier, state.generation) == (MEMORY, newest.generation)
         and _moment(state) < _moment(newest)
     )
-    near = [moment for moment in earlier if newest.step - moment[0][1] <= MAX_PREFERRED_STEPS]
-    return near[0] if near else max(earlier, default=None)
+    target = _moment(newest)
+    # Before the end of an epoch nothing is left to read: a script that uses its last batch there would fail.
+    usable = [
+        one for one in earlier if all(other[0] != one[0] for other in [*earlier, target] if other > one)
+    ]
+    near = [one for one in usable if newest.step - one[0][1] <= MAX_PREFERRED_STEPS]
+    in_epoch = [one for one in near if one[1] == newest.epoch]
+    return min(in_epoch or near, default=max(usable, default=None))
 
 
 def _moment(state: SavedState) -> Moment:

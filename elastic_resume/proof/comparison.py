@@ -18,7 +18,7 @@ from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.shards import shard_index
-from elastic_resume.policy.proof import Difference, RankComparison
+from elastic_resume.policy.proof import DifferingValue, RankComparison
 from elastic_resume.slots.ipc import LocalSnapshot
 from elastic_resume.state import diff, state_dict
 from elastic_resume.state.open_checkpoint import iter_leaves
@@ -105,15 +105,15 @@ def _is_rounding(difference: diff.Difference, live: Mapping[str, state_dict.Leaf
     return difference.kind == "values" and live[difference.name].tensor.is_floating_point()
 
 
-def _describe(difference: diff.Difference) -> Difference:
+def _describe(difference: diff.Difference) -> DifferingValue:
     if difference.kind == "values":
         text = (
             f"{difference.differing_elements:,} of {difference.total_elements:,} elements, by up to "
             f"{difference.max_rel_difference:.2g} of their value"
         )
-        return Difference(difference.name, text, is_tensor=True)
+        return DifferingValue(difference.name, text, is_tensor=True)
     text = f"{difference.value_a}, and now {difference.value_b}"
-    return Difference(difference.name, text, is_tensor=difference.kind in {"dtype", "shape"})
+    return DifferingValue(difference.name, text, is_tensor=difference.kind in {"dtype", "shape"})
 
 
 # ---- how much differs --------------------------------------------------------------------------------

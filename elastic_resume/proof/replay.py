@@ -38,11 +38,14 @@ class Replay:
         slot_client: SlotClient,
         *,
         knows_data: bool,
+        within_epoch: bool,
     ) -> None:
         """Begin the replay of ``target`` from the state that ``plan`` has loaded. Every rank calls it.
 
-        ``knows_data``: see `compare_rank`.
+        ``knows_data``: see `compare_rank`. ``within_epoch``: the replay does not begin with an epoch. One
+        that does tells nothing about the next resume, as the script's loop starts as always.
         """
+        self._within_epoch = within_epoch
         self._context, self._plan, self._target = context, plan, target
         self._tracked, self._slot_client, self._knows_data = tracked, slot_client, knows_data
         if context.is_local_leader:
@@ -92,7 +95,7 @@ class Replay:
             logger.warning("the snapshot to compare with is gone from memory; a later resume will be proved.")
             return
         verdict = proof.judge(self._plan.step, self._target.step, comparisons, reason)
-        if context.is_local_leader:
+        if context.is_local_leader and (self._within_epoch or verdict.kind == proof.NOT_PROVED):
             record.record_verdict(context.node_dir, verdict)
         if context.collectives.rank == 0:
             self._report(verdict, seconds)

@@ -24,6 +24,7 @@ from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, 
 from elastic_resume.restore import coordinator
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder
@@ -91,13 +92,12 @@ def restore_parts(
     """Restore the state on all ranks, and build the parts of a run."""
     objects, batches, options = arguments.objects, arguments.batches, arguments.options
     drain_request = worker_exit.DrainRequest()  # before the restore, which may take long
-    collectives = context.collectives
 
     def before_batch(first: bool) -> None:
         random_numbers.before_batch(progress.position.step, first=first)
 
     stream = _bind_data(
-        arguments, collectives, before_batch, lambda: heartbeat.end_epoch(progress.position.step)
+        arguments, context.collectives, before_batch, lambda: heartbeat.end_epoch(progress.position.step)
     )
     # Another generation may follow, or a later cell of a notebook that calls resume again.
     with contextlib.ExitStack() as cleanup:
@@ -107,7 +107,7 @@ def restore_parts(
         page, shared_seed = _open_page_and_share_seed(context, node_dir)
         seed = options.seed if options.seed is not None else shared_seed
         bucket_order = BucketOrder()
-        random_numbers = rng.RandomNumbers(options.rng, seed, collectives.rank)
+        random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
         tracked = {
             **objects,
             "elastic_resume.buckets": bucket_order,
@@ -119,7 +119,7 @@ def restore_parts(
         result = coordinator.restore(
             context, node_dir, page, connection.slot_client, tracked, tensor_pool=tensor_pool
         )
-        progress = TrainingProgress(result.manifest, batches, options, collectives, stream)
+        progress = TrainingProgress(result.manifest, batches, options, context.collectives, stream)
         if coordinator.DATA in tracked:  # an object that keeps its own position
             progress.repeated_steps = 0
         if options.seed is not None:
@@ -136,20 +136,14 @@ def restore_parts(
         cleanup.callback(scheduler.close)
         state_bytes = coordinator.estimate_state_bytes(result.flat_state, tracked)
         scheduler.reserve_memory(state_bytes)
-        replay = None
-        if (target := result.plan.target) is not None:
-            knows_data = coordinator.DATA in tracked
-            replay = Replay(
-                context, result.plan, target, tracked, connection.slot_client, knows_data=knows_data
-            )
+        replay = _begin_replay(context, result, tracked, connection.slot_client, progress)
         # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
         context.run_on_all_ranks(lambda: None)
         cleanup.pop_all()
-    rank_values = [item for item in objects.values() if isinstance(item, RankState)]
     return RunParts(
         context,
         tracked,
-        rank_values,
+        [item for item in objects.values() if isinstance(item, RankState)],
         node_dir,
         connection,
         bucket_order,
@@ -161,6 +155,28 @@ def restore_parts(
         result,
         state_bytes,
         replay,
+    )
+
+
+def _begin_replay(
+    context: RankContext,
+    result: ResumeResult,
+    tracked: dict[str, Any],
+    slot_client: SlotClient,
+    progress: TrainingProgress,
+) -> Replay | None:
+    """Begin to compute the newest state again, if the generation starts from an earlier one."""
+    target = result.plan.target
+    if target is None:
+        return None
+    return Replay(
+        context,
+        result.plan,
+        target,
+        tracked,
+        slot_client,
+        knows_data=coordinator.DATA in tracked,
+        within_epoch=coordinator.DATA not in tracked or progress.position.step_in_epoch > 0,
     )
 
 

@@ -63,6 +63,7 @@ WITH_AGENT = [
     # Settings without an argument.
     Case("snapshot_memory", "None", {ENVIRONMENT: "8192"}),
     Case("check_replicas", "auto", {ENVIRONMENT: "off"}),
+    Case("prove", "first", {FLAG: "always", ENVIRONMENT: "stop"}),
 ]
 
 
