@@ -294,12 +294,13 @@ OPTIONS = (
     ),
     Option(
         "prove",
-        "|".join(proof.MODES),
-        "prove a resume: compute the newest steps again and compare",
+        "WHEN",
+        f"when to prove a resume: {', '.join(proof.MODES)}",
         partial(parse_choice, choices=proof.MODES),
         proof.FIRST,
         has_flag=True,
-        details="first: until one resume of the script was proved; stop: end the job if one is not",
+        details="the newest steps are computed again and compared. first: until one resume of the script was "
+        "proved; stop: the same, and a resume that is not proved ends the job",
     ),
     Option(
         "node-timeout",

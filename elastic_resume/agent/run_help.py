@@ -45,6 +45,7 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
         ("--max-restarts N", "end the job after N restarts (default: no limit)"),
         "hang-timeout",
         "grace",
+        "prove",
     ),
     "other": (
         "metrics",

@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_resume.checkpoint import json_codec
-from elastic_resume.checkpoint.layout import Layout
-from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.shards import shard_index
 from elastic_resume.policy.proof import DifferingValue, RankComparison
-from elastic_resume.slots.ipc import LocalSnapshot
 from elastic_resume.state import diff, state_dict
 from elastic_resume.state.open_checkpoint import iter_leaves
 from elastic_resume.state.state_dict import REPLICATED, TensorBuffer
@@ -31,8 +29,9 @@ MAX_DIFFERENCES = 8
 class Snapshots:
     """The snapshot to compare with, and the one from which it was computed again, if it is still there."""
 
-    target: LocalSnapshot
-    base: LocalSnapshot | None
+    manifest: Manifest  # of the target
+    target: TensorBuffer
+    base: TensorBuffer | None
 
 
 def compare_rank(
@@ -50,7 +49,7 @@ def compare_rank(
     order of samples, so that the position within the epoch is restored too.
     """
     flat = state_dict.flatten(tracked)
-    manifest, target = snapshots.target.manifest, _open_tensors(snapshots.target)
+    manifest, target = snapshots.manifest, snapshots.target
     live = {leaf.name: leaf for leaf in flat.leaves}
     may_differ = {leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED} | {*manifest.rank0_tensors}
     names = [
@@ -119,10 +118,6 @@ def _describe(difference: diff.Difference) -> DifferingValue:
 # ---- how much differs --------------------------------------------------------------------------------
 
 
-def _open_tensors(snapshot: LocalSnapshot) -> TensorBuffer:
-    return TensorBuffer(Layout.parse(snapshot.image, len(snapshot.image)), snapshot.image)
-
-
 def _measure(
     live: Mapping[str, state_dict.Leaf], snapshots: Snapshots, differing: list[str]
 ) -> tuple[float, float]:
@@ -130,12 +125,11 @@ def _measure(
 
     Both are roots of sums of squares; the second is 0 without the earlier snapshot.
     """
-    target = _open_tensors(snapshots.target)
+    target, base = snapshots.target, snapshots.base
     shared = [name for name in differing if name in live and name in target.layout.extents]
     error = sum(_sum_squares(target.tensor(name), live[name].tensor.cpu()) for name in shared)
-    if snapshots.base is None:
+    if base is None:
         return float(error**0.5), 0.0
-    base = _open_tensors(snapshots.base)
     change = sum(
         _sum_squares(base.tensor(name), target.tensor(name))
         for name in base.layout.extents.keys() & target.layout.extents.keys()
@@ -152,8 +146,3 @@ def _sum_squares(a: Tensor, b: Tensor) -> float:
 
 def _iter_pairs(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield from diff.iter_chunks(*(t.float() if t.element_size() == 1 else t for t in (a, b)))
-
-
-def is_complete(snapshot: LocalSnapshot) -> bool:
-    """Return whether the snapshot is still in its slot."""
-    return snapshot.slot.record.complete_snapshot_id() == snapshot.snapshot_id

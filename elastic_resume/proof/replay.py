@@ -13,15 +13,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_resume import failpoints
+from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.errors import CheckpointError, NotProvedError
 from elastic_resume.policy import proof, reasons
 from elastic_resume.policy.proof import RankComparison, Verdict
 from elastic_resume.policy.resume_plan import ResumePlan, SavedState
 from elastic_resume.proof import record
-from elastic_resume.proof.comparison import Snapshots, compare_rank, is_complete
+from elastic_resume.proof.comparison import Snapshots, compare_rank
 from elastic_resume.ranks.rank_context import RankContext
-from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.slots.ipc import LocalSnapshot, SlotClient
+from elastic_resume.state.state_dict import TensorBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -130,27 +132,26 @@ class Replay:
 
     def _compare(self, position: Position) -> RankComparison | None:
         """Compare with the target in this node's memory; return None if it is not there."""
-        snapshots = None
-        with contextlib.suppress(CheckpointError):
-            snapshots = self._find_snapshots()
-        if snapshots is None:
+        target = self._find(self._target)
+        if target is None:
             return None
-        is_source = self._context.is_local_leader and self._context.node == self._target.owner_node
+        base = self._find(self._plan.holders[0][1])
         comparison = compare_rank(
             self._tracked,
             position,
-            snapshots,
-            is_source=is_source,
+            Snapshots(target.manifest, _open_tensors(target), _open_tensors(base) if base else None),
+            is_source=self._context.is_local_leader and self._context.node == self._target.owner_node,
             local_rank=self._context.local_rank,
             knows_data=self._knows_data,
         )
-        return comparison if is_complete(snapshots.target) else None
+        is_there = target.slot.record.complete_snapshot_id() == target.snapshot_id
+        return comparison if is_there else None
 
-    def _find_snapshots(self) -> Snapshots | None:
-        target = self._slot_client.find_snapshot(self._target.version, self._target.epoch)
-        if target is None:
-            return None
-        base = self._plan.holders[0][1]
+    def _find(self, state: SavedState) -> LocalSnapshot | None:
         with contextlib.suppress(CheckpointError):
-            return Snapshots(target, self._slot_client.find_snapshot(base.version, base.epoch))
-        return Snapshots(target, None)
+            return self._slot_client.find_snapshot(state.version, state.epoch)
+        return None
+
+
+def _open_tensors(snapshot: LocalSnapshot) -> TensorBuffer:
+    return TensorBuffer(Layout.parse(snapshot.image, len(snapshot.image)), snapshot.image)
