@@ -90,7 +90,7 @@ def change_rate(job: Job) -> None:
 
 def change_buffer(job: Job) -> None:
     """Change a buffer, which may differ between ranks."""
-    job.norm.running_mean.add_(1)  # type: ignore[operator]
+    job.norm.running_mean.add_(1)  # type: ignore[union-attr]
 
 
 def change_object(job: Job) -> None:
