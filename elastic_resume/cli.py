@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
             return exit_code
         if words[:1] == ["chaos"]:
             return chaos(words[1:])
+        if words[:1] == ["rehearse"]:
+            return rehearse(words[1:])
         args = _build_parser(run_parents=[], chaos_parents=[]).parse_args(words)
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
@@ -113,6 +115,13 @@ def chaos(arguments: Sequence[str]) -> int:
     from elastic_resume.testing import chaos as chaos_command  # noqa: PLC0415
 
     return chaos_command.main(arguments)
+
+
+def rehearse(arguments: Sequence[str]) -> int:
+    """Run ``elastic-resume rehearse [flags of run] script args…``."""
+    from elastic_resume.testing import rehearsal  # noqa: PLC0415
+
+    return rehearsal.main(arguments)
 
 
 def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:

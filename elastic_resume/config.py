@@ -296,7 +296,7 @@ OPTIONS = (
         "prove",
         "WHEN",
         f"when to prove a resume: {', '.join(proof.MODES)}",
-        partial(parse_choice, choices=proof.MODES),
+        partial(parse_choice, choices=(*proof.MODES, proof.REHEARSE)),
         proof.FIRST,
         has_flag=True,
         details="the newest steps are computed again and compared. first: until one resume of the script was "

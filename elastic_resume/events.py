@@ -55,7 +55,7 @@ Kinds, their writers and their own fields::
                                      [node], rejected [{node, generation, step, reason}],
                                      recomputed_steps, seconds
     proof                 rank 0     generation, step, first_step, verdict (proved | rounding | not proved),
-                                     ranks, seconds, message; steps were computed again after a resume
+                                     ranks, rounding, seconds, message; steps were computed again
     worker-start          worker     generation, rank, local_rank, world_size, step, gpu (UUID of the model's
                                      device, or null); the state is loaded
     restartable           worker     generation, rank, local_rank, start_s (from its start to er.resume),

@@ -20,6 +20,7 @@ from elastic_resume.units import format_count, to_printable
 PROVED, ROUNDING, NOT_PROVED = "proved", "rounding", "not proved"
 OFF, FIRST, ALWAYS, STOP = "off", "first", "always", "stop"
 MODES = (FIRST, ALWAYS, OFF, STOP)
+REHEARSE = "rehearse"  # as ALWAYS, and with another number of ranks too; `testing.rehearsal` sets it
 MAX_PROOFS = 3  # of a script that is not proved; then its resumes cost no more than without a proof
 # A difference may appear some steps after its cause, such as a base learning rate or an accumulated gradient.
 MAX_PREFERRED_STEPS = 5
@@ -73,12 +74,15 @@ class Verdict:
     rounding: float = 0.0
     reason: str = ""
     """Why nothing could be compared."""
+    is_resized: bool = False
+    """The number of ranks has changed, so that sums are rounded differently, and each rank draws others."""
 
 
-def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) -> ResumePlan:
+def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int | None) -> ResumePlan:
     """Choose the state to resume from: the newest, or an earlier one from which the newest is computed again.
 
-    ``mode`` and errors are those of `resume_plan.choose_resume_plan`.
+    ``mode`` and errors are those of `resume_plan.choose_resume_plan`. ``world_size`` is the number of ranks;
+    None proves with any number of ranks, where only schedules and hyperparameters can be equal.
     """
     plan = resume_plan.choose_resume_plan(inventories, mode)
     base = _find_base(inventories, plan, world_size)
@@ -101,7 +105,7 @@ def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) ->
     )
 
 
-def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: int) -> Moment | None:
+def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: int | None) -> Moment | None:
     """Return the earlier state to resume from, or None if there is to be no proof."""
     newest = plan.saved_state_for(plan.source_node)
     if newest is None or newest.tier != MEMORY or not all(each.wants_proof for each in inventories):
@@ -113,7 +117,7 @@ def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: i
         state.writer_rank != leader_by_node[node] for node, state in plan.holders if state.owner_node == node
     )
     sizes = {each.last_world_size for each in inventories if each.last_generation == newest.generation}
-    if has_moved or sizes != {world_size}:
+    if has_moved or (world_size is not None and sizes != {world_size}):
         return None  # other ranks read other samples and draw other random numbers
     earlier = sorted(
         _moment(state)
@@ -137,8 +141,18 @@ def _moment(state: SavedState) -> Moment:
     return state.version, state.epoch
 
 
-def judge(first_step: int, step: int, comparisons: Sequence[RankComparison], reason: str = "") -> Verdict:
-    """Judge the comparisons of all ranks that could compare. ``reason``: why the steps were not reached."""
+def judge(
+    first_step: int,
+    step: int,
+    comparisons: Sequence[RankComparison],
+    reason: str = "",
+    *,
+    is_resized: bool = False,
+) -> Verdict:
+    """Judge the comparisons of all ranks that could compare. ``reason``: why the steps were not reached.
+
+    ``is_resized``: the number of ranks has changed; then only what is no floating point tensor counts.
+    """
     verdict = Verdict(
         PROVED,
         first_step,
@@ -146,6 +160,7 @@ def judge(first_step: int, step: int, comparisons: Sequence[RankComparison], rea
         max((each.tensors for each in comparisons), default=0),
         max((each.values for each in comparisons), default=0),
         len(comparisons),
+        is_resized=is_resized,
     )
     if reason:
         return replace(verdict, kind=NOT_PROVED, reason=reason)
@@ -154,7 +169,9 @@ def judge(first_step: int, step: int, comparisons: Sequence[RankComparison], rea
         return verdict
     differing = [each for each in comparisons if each.count]
     rounding = max(each.error / each.change if each.change else 1.0 for each in differing)
-    is_rounding = rounding <= MAX_ROUNDING and not any(each.beyond_rounding for each in differing)
+    is_rounding = (is_resized or rounding <= MAX_ROUNDING) and not any(
+        each.beyond_rounding for each in differing
+    )
     kind = ROUNDING if is_rounding else NOT_PROVED
     return replace(verdict, kind=kind, differences=worst.differences, count=worst.count, rounding=rounding)
 
@@ -174,6 +191,12 @@ def describe(verdict: Verdict) -> str:
     )
     if verdict.kind == PROVED:
         return f"the resume is proved: {what}, with the same bits in {compared}"
+    if verdict.kind == ROUNDING and verdict.is_resized:
+        return (
+            f"the resume with another number of ranks keeps the schedule: {what}; hyperparameters, schedules "
+            f"and all other values that are no tensors are the same; weights differ by {verdict.rounding:.1g} of "
+            "what the steps changed"
+        )
     if verdict.kind == ROUNDING:
         return (
             f"the resume is proved but for rounding: {what}, and {format_count(verdict.count, 'tensor')} "

@@ -20,7 +20,7 @@ from elastic_resume.checkpoint.shards import shard_index
 from elastic_resume.policy.proof import DifferingValue, RankComparison
 from elastic_resume.state import diff, state_dict
 from elastic_resume.state.open_checkpoint import iter_leaves
-from elastic_resume.state.state_dict import REPLICATED, TensorBuffer
+from elastic_resume.state.state_dict import REPLICATED, RESERVED_PREFIX, TensorBuffer
 
 MAX_DIFFERENCES = 8
 
@@ -55,7 +55,9 @@ def compare_rank(
     names = [
         name
         for name in dict.fromkeys([*target.layout.extents, *live])
-        if shard_index(name) in {None, local_rank} and (is_source or name not in may_differ)
+        if shard_index(name) in {None, local_rank}
+        and (is_source or name not in may_differ)
+        and not name.startswith(RESERVED_PREFIX)
     ]
     found: list[diff.Difference] = []
     for name in names:
@@ -92,7 +94,11 @@ def compare_rank(
 def _collect_values(state: Any, position: Position, *, knows_data: bool) -> dict[str, Any]:
     fields = vars(position) if knows_data else {"step": position.step}
     leaves = iter_leaves({"position": fields, **json_codec.decode(state)})
-    return {name: value for name, value in leaves if name != diff.NOT_COMPARED}
+    return {
+        name: value
+        for name, value in leaves
+        if name != diff.NOT_COMPARED and not name.startswith(RESERVED_PREFIX)
+    }
 
 
 def _sort_values(values: list[diff.Difference]) -> list[diff.Difference]:

@@ -96,7 +96,8 @@ class Replay:
         if not (comparisons or reason):
             logger.warning("the snapshot to compare with is gone from memory; a later resume will be proved.")
             return
-        verdict = proof.judge(self._plan.step, self._target.step, comparisons, reason)
+        is_resized = self._plan.previous_world_size != context.collectives.size
+        verdict = proof.judge(self._plan.step, self._target.step, comparisons, reason, is_resized=is_resized)
         if context.is_local_leader and (self._within_epoch or verdict.kind == proof.NOT_PROVED):
             record.record_verdict(context.node_dir, verdict)
         if context.collectives.rank == 0:
@@ -113,6 +114,7 @@ class Replay:
             first_step=verdict.first_step,
             verdict=verdict.kind,
             ranks=verdict.ranks,
+            rounding=verdict.rounding,
             seconds=round(seconds, 4),
             message=proof.describe(verdict),
         )

@@ -136,7 +136,8 @@ def restore(
     mode = context.settings.resume
     failpoints.hit("resume.planned")
     while True:
-        plan = proof.plan_resume(inventories, mode, context.collectives.size)
+        needed_size = context.collectives.size if context.settings.prove != proof.REHEARSE else None
+        plan = proof.plan_resume(inventories, mode, needed_size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)
