@@ -32,15 +32,14 @@ from elastic_resume.units import to_printable
 
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
 HANG, DIVERGENCE, DISK, GPU, STUCK = "hang", "divergence", "disk", "gpu", "stuck"
-NODE_LOST, PREEMPTED, NETWORK, NOT_PROVED = "node-lost", "preempted", "network", "not-proved"
+NODE_LOST, PREEMPTED, NETWORK = "node-lost", "preempted", "network"
 FAILURE_KINDS = (
     EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, GPU, STUCK, NODE_LOST, PREEMPTED, NETWORK,
-    NOT_PROVED,
 )  # fmt: skip
 NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
 """Kinds that say nothing about a worker: the node came or went, or two nodes cannot reach each other."""
-UNCOUNTED_KINDS = NODE_FAILURE_KINDS | {NOT_PROVED}
-"""Kinds that do not count against the job. Workers whose resume is not proved go back to the kept state."""
+NOT_PROVED = "not-proved"
+"""No failure: the workers' resume was not proved, and they go back to the kept state."""
 
 """Characters of each text: a failure travels to every node."""
 _SECONDARY_PATTERN = re.compile(

@@ -193,9 +193,9 @@ def describe(verdict: Verdict) -> str:
         return f"the resume is proved: {what}, with the same bits in {compared}"
     if verdict.kind == ROUNDING and verdict.is_resized:
         return (
-            f"the resume with another number of ranks keeps the schedule: {what}; hyperparameters, schedules "
-            f"and all other values that are no tensors are the same; weights differ by {verdict.rounding:.1g} of "
-            "what the steps changed"
+            f"the resume with another number of ranks keeps the schedule: {what}; hyperparameters, "
+            "schedules and all other values that are no tensors are the same; weights differ by "
+            f"{verdict.rounding:.1g} of what the steps changed"
         )
     if verdict.kind == ROUNDING:
         return (

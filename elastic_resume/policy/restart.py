@@ -274,9 +274,8 @@ def merge_reported_failures(
         return replace(result, failed=result.failed and not membership_changed)
     if root.is_deterministic:
         return replace(result, failed=True)
-    return replace(
-        result, failed=not membership_changed and root.kind not in failure_classification.UNCOUNTED_KINDS
-    )
+    uncounted = {*failure_classification.NODE_FAILURE_KINDS, failure_classification.NOT_PROVED}
+    return replace(result, failed=not membership_changed and root.kind not in uncounted)
 
 
 def is_way_back(failures: Sequence[Failure]) -> bool:

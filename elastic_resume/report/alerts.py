@@ -17,6 +17,7 @@ from pathlib import PurePath
 
 from elastic_resume.policy import wording
 from elastic_resume.policy.hangs import Stall
+from elastic_resume.policy.proof import PROVED, ROUNDING
 from elastic_resume.policy.reasons import from_json
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds
@@ -53,9 +54,10 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> t
         for event in timeline.select(kind):
             text = describe(event)
             if text:
-                # A hang that another node caused.
-                is_elsewhere = event.raw.get("waits_for_other_node") is True
-                alert = _make_alert(kind, NOTE if is_elsewhere else severity, event, text)
+                # A hang that another node caused, or a resume that was proved.
+                is_note = event.raw.get("waits_for_other_node") is True
+                is_note |= event.get_text("verdict") in {PROVED, ROUNDING}
+                alert = _make_alert(kind, NOTE if is_note else severity, event, text)
                 found.append((alert, _identify_problem(event)))
     for event in timeline.select("rendezvous"):
         kind = event.get_text("what")
@@ -205,6 +207,7 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
             "prune-failed": "old checkpoints could not be pruned",
         }.items()
     },
+    "proof": (BAD, lambda event: event.get_text("message")),
     "quarantine": (BAD, _describe_quarantine),
     "replicas-differ": (BAD, _describe_divergence),
     "hang": (BAD, _describe_hang),

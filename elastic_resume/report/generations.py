@@ -25,6 +25,7 @@ from elastic_resume.policy import wording
 from elastic_resume.policy.failure_classification import (
     FAILURE_KINDS,
     NODE_LOST,
+    NOT_PROVED,
     PREEMPTED,
     Failure,
     classify_with_times,
@@ -57,8 +58,8 @@ class GenerationEnd:
     """Why a generation ended.
 
     ``kind`` is one of `INCIDENT_KINDS` for a failure. Else it is stopped (the whole job was stopped on
-    request), joined (nodes joined), finished, or open (it runs, or was killed as a whole). ``node`` and
-    ``rank`` name the root cause.
+    request), joined (nodes joined), not-proved (the workers went back to a kept state), finished, or open (it
+    runs, or was killed as a whole). ``node`` and ``rank`` name the root cause.
     """
 
     kind: str
@@ -192,10 +193,16 @@ class _GenerationRecord:
         return listed or tuple(sorted(self.node_ranks, key=lambda node: (self.node_ranks[node], node)))
 
     @property
+    def kept_step(self) -> int | None:
+        """The step up to which nothing was lost; steps up to it may be computed again on purpose."""
+        target = self.resume.get_count("proves_step") if self.resume else None
+        return self.start_step if target is None else target
+
+    @property
     def previous_last_step(self) -> int | None:
         """The last step of the previous generation, as the resume event gives it."""
         recomputed = self.resume.get_count("recomputed_steps") if self.resume else None
-        return None if recomputed is None or self.start_step is None else self.start_step + recomputed
+        return None if recomputed is None or self.kept_step is None else self.kept_step + recomputed
 
     def record(self, event: ParsedEvent, max_failure_events: int) -> None:
         """Record an event of this generation."""
@@ -348,9 +355,9 @@ def _build_generation(
     if resumed is not None and record.resumed_t is not None:
         if resumed.previous_last_step is not None:  # None if it took the state of an older generation
             last = max(resumed.previous_last_step, last or 0)
-            recomputed = resumed.previous_last_step - (resumed.start_step or 0)
-        if resumed.start_step is not None and last is not None:
-            recomputed = max(recomputed or 0, last - resumed.start_step)
+            recomputed = resumed.previous_last_step - (resumed.kept_step or 0)
+        if resumed.kept_step is not None and last is not None:
+            recomputed = max(recomputed or 0, last - resumed.kept_step)
         if end.kind != FINISHED and resumed.first_step_t is not None:
             first_sign_t = record.last_t if detected_t is None else detected_t
             recovery_s = round(max(0.0, resumed.first_step_t - first_sign_t), 3)
@@ -513,7 +520,7 @@ def _parse_failures(verdict: ParsedEvent, name: str) -> list[Failure]:
     for entry in verdict.get_facts(name):
         with contextlib.suppress(ValueError):
             failures.append(from_json(Failure, entry))
-    return [failure for failure in failures if failure.kind in FAILURE_KINDS]
+    return [failure for failure in failures if failure.kind in {*FAILURE_KINDS, NOT_PROVED}]
 
 
 def fact_kind(fact: Any) -> str:
