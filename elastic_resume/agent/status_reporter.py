@@ -77,10 +77,11 @@ class StatusSampler:
         self._snapshot: tuple[int, float] | None = None  # (snapshot id, time at which it was first seen)
         self._checkpoint: tuple[int, float] | None = None  # (step, time of the commit)
         self._commits = self._commit_failures = self._commit_bytes = 0
+        self._proof = ""
         self._commit_s = 0.0
 
     def record_event(self, event: Event) -> None:
-        """Count this node's commits."""
+        """Count this node's commits, and keep the newest verdict about a resume."""
         if event["event"] == "commit":
             self._commits += 1
             self._commit_bytes += get_count(event, "bytes") or 0
@@ -88,6 +89,8 @@ class StatusSampler:
             self._checkpoint = (get_count(event, "step") or 0, time.monotonic() - age_s(event))
         elif event["event"] == "commit-failed":
             self._commit_failures += 1
+        elif event["event"] == "proof":
+            self._proof = str(event.get("message"))[:1000]
 
     def sample(self) -> NodeStatus:
         """Return the node's status now."""
@@ -117,6 +120,7 @@ class StatusSampler:
             commit_bytes=self._commit_bytes,
             commit_failures=self._commit_failures,
             problem=self._describe_problem()[:500],
+            proof=self._proof,
         )
 
     def _find_snapshot(self, now: float) -> tuple[int, float] | None:

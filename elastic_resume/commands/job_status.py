@@ -86,6 +86,7 @@ def _format_headline(status: Mapping[str, Any]) -> list[str]:
         lines.append(f"{format_count(unanswered, 'node')} did not answer")
     lines.append(f"step {status['step']}, {status['steps_per_s']:.3g} steps/s")
     for node in status["nodes"]:
+        lines += wrap_text(node["proof"]) if node["proof"] else []
         if node["slow_rank"]:
             lines += wrap_text(f"node {node['node']}: {describe_slow_rank(**node['slow_rank'])}")
     return lines

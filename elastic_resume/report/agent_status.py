@@ -54,6 +54,8 @@ class NodeStatus:
     """A problem of its disk or memory; empty without one."""
     slow_rank: SlowRankStatus | None = None
     """The job's slow rank, if it is on this node."""
+    proof: str = ""
+    """The newest verdict about a resume, on the node of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
