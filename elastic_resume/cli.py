@@ -1,8 +1,8 @@
 """Run the command ``elastic-resume``. Each subcommand is a function that imports its modules when called.
 
 A user's error is one line on stderr without a traceback. The exit code is then 1. It is 2 after a
-`ConfigError`, such as an unknown command or flag, and always for ``diff`` and ``chaos``. A ``run`` that has
-not started exits with 74 after a `MachineError`.
+`ConfigError`, such as an unknown command or flag, and always for ``diff``, ``chaos`` and ``rehearse``. A
+``run`` that has not started exits with 74 after a `MachineError`.
 ``ls``, ``verify``, ``report`` and ``status`` do not import torch.
 """
 
@@ -14,7 +14,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from elastic_resume import __version__, console, constants
@@ -47,13 +47,13 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
             return chaos(words[1:])
         if words[:1] == ["rehearse"]:
             return rehearse(words[1:])
-        args = _build_parser(run_parents=[], chaos_parents=[]).parse_args(words)
+        args = _build_parser({}).parse_args(words)
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
     except ElasticResumeError as error:
         prog = f"torchrun ({PROG})" if is_torchrun else PROG
         print(f"{prog}: error: {error}", file=sys.stderr)
-        if words[:1] in (["diff"], ["chaos"]):
+        if words[:1] in (["diff"], ["chaos"], ["rehearse"]):
             return constants.EXIT_USAGE  # they use 1 to report that two files differ, or that a job failed
         if isinstance(error, MachineError) and words[:1] != ["run"]:
             return constants.EXIT_JOB_ERROR
@@ -73,16 +73,19 @@ def build_parser() -> argparse.ArgumentParser:
     """Return a parser of all commands with all their flags, for documentation. It imports torch."""
     from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
     from elastic_resume.testing import chaos as chaos_command  # noqa: PLC0415
+    from elastic_resume.testing import rehearsal  # noqa: PLC0415
 
     return _build_parser(
-        run_parents=[torchelastic.build_parser()], chaos_parents=[chaos_command.build_parser()]
+        {
+            "run": torchelastic.build_parser(),
+            "rehearse": rehearsal.build_parser(),
+            "chaos": chaos_command.build_parser(),
+        }
     )
 
 
-def _build_parser(
-    *, run_parents: Sequence[Parser], chaos_parents: Sequence[Parser]
-) -> argparse.ArgumentParser:
-    """Build the parser. `main` parses ``run`` and ``chaos`` elsewhere, so it needs no parents for them."""
+def _build_parser(parents: Mapping[str, Parser]) -> argparse.ArgumentParser:
+    """Build the parser. `main` parses the commands of ``parents`` elsewhere, so it needs none for them."""
     from elastic_resume.commands import doctor, install_torchrun, job_status, run_directory  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
 
@@ -92,18 +95,20 @@ def _build_parser(
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, text, parents in (
-        ("run", "run a training script as torchrun does, and restart it after failures", run_parents),
-        ("chaos", "run a job on simulated nodes and inject faults by a plan", chaos_parents),
+    for name, text in (
+        ("run", "run a training script as torchrun does, and restart it after failures"),
+        ("rehearse", "interrupt a script on purpose, and compare what it then computes"),
+        ("chaos", "run a job on simulated nodes and inject faults by a plan"),
     ):
+        parent = parents.get(name)
         subparsers.add_parser(
             name,
             help=text,
             add_help=False,
-            parents=parents,
-            usage=parents[0].usage if parents else None,
-            description=parents[0].description if parents else None,
-            epilog=parents[0].epilog if parents else None,
+            parents=[parent] if parent else [],
+            usage=parent.usage if parent else None,
+            description=parent.description if parent else None,
+            epilog=parent.epilog if parent else None,
         )
     for module in (run_directory, doctor, job_status, install_torchrun):
         module.register(subparsers)

@@ -22,6 +22,7 @@ ENV_PREFIX = "ELASTIC_RESUME_"  # before the name of each setting in config.py
 ENV_CKPT_DIR = "ELASTIC_RESUME_CKPT_DIR"  # (user) root of all checkpoints
 ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"  # (user) this node's name
+ENV_PROVE = "ELASTIC_RESUME_PROVE"  # (user) when to prove a resume
 ENV_NODE_TIMEOUT = "ELASTIC_RESUME_NODE_TIMEOUT"  # (user) TIME after which an unreachable node is lost
 ENV_SAVE_EVERY = "ELASTIC_RESUME_SAVE_EVERY"  # (user) N, TIME or auto
 ENV_SNAPSHOT_EVERY = "ELASTIC_RESUME_SNAPSHOT_EVERY"  # (user) N, TIME, auto or off

@@ -658,9 +658,9 @@ class Cluster:
             **{
                 name: text
                 for name, text in os.environ.items()
-                # On a slow machine the user may allow all nodes more time.
+                # For all tests a user may allow slow nodes more time, or count on the steps of each start.
                 if not name.startswith(("TORCHELASTIC_", constants.ENV_PREFIX))
-                or name == constants.ENV_NODE_TIMEOUT
+                or name in {constants.ENV_NODE_TIMEOUT, constants.ENV_PROVE}
             },
             "GLOO_SOCKET_IFNAME": self._backend.interface,
             "OMP_NUM_THREADS": "1",

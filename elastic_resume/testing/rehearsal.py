@@ -9,7 +9,9 @@ Exit codes: 0 every check passed; 1 one did not, or the script failed or ended f
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -102,33 +104,44 @@ def main(words: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """Return the parser of ``run``'s flags and the command's own."""
-    parser = torchelastic.build_parser()
-    parser.prog = PROG
-    parser.usage = (
-        f"{PROG} [--dir DIR] [--time-limit TIME] [flags of `elastic-resume run`] SCRIPT [arguments]"
+    """Return the parser of the command's own flags."""
+    parser = Parser(
+        prog=PROG,
+        usage=f"{PROG} [flags] [flags of `elastic-resume run`] SCRIPT [its arguments]",
+        description="Interrupt and resume a training script on purpose, on simulated nodes of this machine, "
+        "and compare what it computes with what it had computed.",
+        epilog="--snapshot-every N, a flag of run, is the number of steps between snapshots (default "
+        f"{DEFAULT_SNAPSHOT_STEPS}). Exit codes: 0: every check passed. 1: one did not, or could not be made. "
+        "2: nothing was started.",
     )
-    parser.description = (
-        "Interrupt and resume a script on purpose, on simulated nodes of this machine, and compare what it "
-        "computes with what it had computed."
-    )
+    _add_flags(parser)
+    parser.add_argument("script", help="the training script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--time-limit",
         dest="limit_s",
         metavar="TIME",
-        type=lambda text: parse_duration("--time-limit", text, min_s=1.0),
+        type=functools.partial(parse_duration, "--time-limit", min_s=1.0),
         default=DEFAULT_LIMIT_S,
         help="end the rehearsal after TIME (default 10m)",
     )
     parser.add_argument(
         "--dir", dest="directory", type=Path, help="keep logs and events in DIR, which is empty"
     )
-    return parser
 
 
 def parse_command(words: Sequence[str]) -> Rehearsal:
     """Parse the command. Flags that say where the real job runs are left out."""
-    parser = build_parser()
+    if not words or words[0] in {"-h", "--help"}:
+        build_parser().print_help()
+        raise SystemExit(constants.EXIT_SUCCESS if words else constants.EXIT_USAGE)
+    parser = torchelastic.build_parser()
+    parser.prog = PROG
+    _add_flags(parser)
     args, given = parse_flags(parser, words)
     script_words = [args.training_script, *args.training_script_args]
     directory = args.directory.absolute() if args.directory is not None else None
