@@ -111,8 +111,8 @@ def build_parser() -> Parser:
         description="Interrupt and resume a training script on purpose, on simulated nodes of this machine, "
         "and compare what it computes with what it had computed.",
         epilog="--snapshot-every N, a flag of run, is the number of steps between snapshots (default "
-        f"{DEFAULT_SNAPSHOT_STEPS}). Exit codes: 0: every check passed. 1: one did not, or could not be made. "
-        "2: nothing was started.",
+        f"{DEFAULT_SNAPSHOT_STEPS}). Exit codes: 0: every check passed. 1: one did not, or could not be "
+        "made. 2: nothing was started.",
     )
     _add_flags(parser)
     parser.add_argument("script", help="the training script", metavar="SCRIPT")
