@@ -1,6 +1,7 @@
 """A training script that is right, or wrong in the way of KIND, and kills workers as planned in KILLS.
 
-KILLS is ``GENERATION:STEP:RANK,…``: that rank kills itself when it has finished that step.
+KILLS is ``GENERATION:STEP:RANK,…``: that rank kills itself when it has finished that step. PAUSE is the
+seconds that a step sleeps, EPOCHS the number of epochs of ten steps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -20,11 +22,12 @@ from elastic_resume.state import state_dict
 
 KIND = os.environ.get("KIND", "right")
 KILLS = [tuple(map(int, kill.split(":"))) for kill in os.environ.get("KILLS", "").split(",") if kill]
-EPOCHS, BATCH, SAMPLES = 2, 8, 80
+EPOCHS, PAUSE = int(os.environ.get("EPOCHS", "2")), float(os.environ.get("PAUSE", "0"))
+BATCH, SAMPLES = 8, 80
 
 
 def main() -> None:
-    """Train two epochs of ten steps."""
+    """Train."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -45,6 +48,7 @@ def main() -> None:
                 (loss * run.loss_weight).backward()
                 optimizer.step()
                 run.step()
+                time.sleep(PAUSE)
                 if (run.generation, run.position.step, run.rank) in KILLS:
                     os.kill(os.getpid(), signal.SIGKILL)
             scheduler.step()
