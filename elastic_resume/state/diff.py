@@ -114,8 +114,19 @@ def find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
         yield Difference(name, "shape", describe_value(a), describe_value(b))
     elif a.dtype != b.dtype:
         yield _measure_difference(name, "dtype", a, b)
-    elif not all(torch.equal(_view_as_integers(x), _view_as_integers(y)) for x, y in iter_chunks(a, b)):
+    elif not _have_same_bits(a, b):
         yield _measure_difference(name, "values", a, b)
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Return whether two tensors on the CPU have one dtype, one shape and the same bits; false for others."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return _have_same_bits(a, b)
+
+
+def _have_same_bits(a: Tensor, b: Tensor) -> bool:
+    return all(torch.equal(_view_as_integers(x), _view_as_integers(y)) for x, y in iter_chunks(a, b))
 
 
 def describe_value(value: Any) -> str:

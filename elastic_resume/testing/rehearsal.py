@@ -14,7 +14,7 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,24 +265,31 @@ class _Runner:
         return None
 
     def _find_start(self, generation: int) -> Event | None:
-        starts = (event for event in self._cluster.events("resume") if event["generation"] > generation)
-        return next(starts, None)
+        return _first(self._cluster.events(), "resume", lambda event: event["generation"] > generation)
 
     def _find_verdict(self, generation: int) -> Event | None:
         """Return the proof after that generation, or an event whose message says why there is none."""
-        start = self._find_start(generation)
+        events = self._cluster.events()  # read once, for a proof comes before the error that follows from it
+        start = _first(events, "resume", lambda event: event["generation"] > generation)
         if start is None:
             return None
         if start.get("proves_step") is None:
             return {**start, "message": "no earlier snapshot was there to resume from"}
-        proofs = (e for e in self._cluster.events("proof") if e["generation"] == start["generation"])
-        if (found := next(proofs, None)) is not None:
+
+        def is_of_start(event: Event) -> bool:
+            return bool(event.get("generation") == start["generation"])
+
+        if (found := _first(events, "proof", is_of_start)) is not None:
             return found
-        failures = [e for e in self._cluster.events("failure") if e.get("generation") == start["generation"]]
-        if failures:
-            text = f"the resumed script failed: {failures[0].get('type')}: {failures[0].get('message')}"
-            return {**failures[0], "message": f"{text} ({failures[0].get('frame')})"}
-        return None
+        failure = _first(events, "failure", is_of_start)
+        if failure is None:
+            return None
+        text = f"the resumed script failed: {failure.get('type')}: {failure.get('message')}"
+        return {**failure, "message": f"{text} ({failure.get('frame')})"}
+
+
+def _first(events: Iterable[Event], kind: str, condition: Callable[[Event], bool]) -> Event | None:
+    return next((event for event in events if event["event"] == kind and condition(event)), None)
 
 
 # ---- the result ----------------------------------------------------------------------------------------
