@@ -1,0 +1,209 @@
+"""The ranks of a world restore from every tier, or refuse to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.checkpoint import reader
+from elastic_resume.ranks.collectives import Collectives
+from tests.support import resumer
+from tests.support.thread_ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+Results = list[dict[str, Any]]  # of each rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """One restore: the states on each node before it, and a check of all ranks' results.
+
+    `nodes` has one letter per rank: `aab` is two ranks on node a, one on b.
+    """
+
+    nodes: str
+    states_by_node: dict[str, Any]
+    env: dict[str, str]
+    check: Callable[[Results, Path], None]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    nodes: str, states_by_node: dict[str, Any], env: dict[str, str] | None = None
+) -> Callable[[Any], Any]:
+    """Add a case with the decorated check."""
+
+    def add(check: Any) -> Any:
+        CASES[f"{check.__name__}-{len(CASES)}"] = Case(nodes, states_by_node, env or {}, check)
+        return check
+
+    return add
+
+
+@case("aa", {"a": {"disk": [[1, 9]]}})
+def all_local_ranks_load_from_slot_filled_from_disk(results: Results, _: Path) -> None:
+    """The checkpoint is read once, and is a snapshot afterwards."""
+    for result in results:
+        assert (result["source_node"], result["source_tier"]) == ("a", "disk")
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
+
+
+@case("abb", {"a": {"memory": [2, 9], "disk": [[2, 5]]}, "b": {"disk": [[1, 5]]}})
+def lacking_node_receives_snapshot_and_commits_it(results: Results, _: Path) -> None:
+    """Its two ranks load while it arrives; older checkpoints are passed over."""
+    for result in results:
+        assert (result["step"], result["source_tier"], result["receiving_nodes"]) == (9, "memory", ["b"])
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [2, 9])
+    assert results[1]["disk"] == [[2, 9], [1, 5]]
+
+
+@case("abcd", {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}})
+@case("abcd", {"a": {"disk": [[1, 9]]}, "b": {"disk": [[1, 9]]}})
+def blocks_come_from_all_holders_and_buffers_from_source(results: Results, _: Path) -> None:
+    """Buffers come from the lowest rank that wrote, also in the snapshots of the nodes that lacked them."""
+    for result in results:
+        assert (result["source_node"], result["receiving_nodes"]) == ("a", ["c", "d"])
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
+    assert [result["held_buffer"] for result in results] == [100.0, 101.0, 100.0, 100.0]
+
+
+@case(
+    "abcd",
+    {
+        "a": {"disk": [[1, 9]], "fail": "transfer.send=raise@2"},
+        "b": {"disk": [[1, 9]], "fail": "transfer.block=flip@3"},
+    },
+)
+def lost_connection_and_damaged_block_do_not_change_plan(results: Results, _: Path) -> None:
+    """The state is received once."""
+    for result in results:
+        assert (result["source_node"], result["receiving_nodes"], result["rejected"]) == ("a", ["c", "d"], [])
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
+
+
+@case("aabb", {"a": {"disk": [[1, 9]], "slots": False}, "b": {"slots": False}})
+def node_without_slots_maps_checkpoint_and_commits_received_state(results: Results, _: Path) -> None:
+    """The lacking node's second rank reads the committed checkpoint."""
+    for result in results:
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, None)
+    assert (results[2]["disk"], results[2]["on_disk"]) == ([[1, 9]], True)
+
+
+@case("abc", {"a": {"disk": [[1, 9]]}, "b": {"slots": False, "fail": "commit.before-rename=raise"}})
+def failing_disk_of_receiver_without_slot_fails_all_ranks(results: Results, directory: Path) -> None:
+    """The transfer completes first, also to the other receiver; no file is left, and no rank waits."""
+    for result in results:
+        assert "the device fails" in result["error"]
+    assert not list((directory / "b" / "job" / "b").glob("*s000*"))
+
+
+@case("abc", {"a": {"disk": [[1, 9]], "flip": 0.9}, "b": {"disk": [[1, 9]]}})
+def second_holder_replaces_corrupt_block(results: Results, directory: Path) -> None:
+    """The source finds the block while it sends; the corrupt checkpoint is quarantined."""
+    check_second_holder(results, directory, held=[1, 9])
+
+
+NO_SLOTS = {"slots": False}
+
+
+@case(
+    "abc",
+    {"a": {"disk": [[1, 9]], "flip": 0.9, **NO_SLOTS}, "b": {"disk": [[1, 9]], **NO_SLOTS}, "c": NO_SLOTS},
+)
+def second_holder_replaces_corrupt_block_without_slots(results: Results, directory: Path) -> None:
+    """The checkpoints are mapped."""
+    check_second_holder(results, directory, held=None)
+
+
+def check_second_holder(results: Results, directory: Path, held: list[int] | None) -> None:
+    """Check that node b was the source, and that node a has quarantined its checkpoint."""
+    for result in results:
+        assert (result["source_node"], result["receiving_nodes"]) == ("b", ["a", "c"])
+        found = [(copy["node"], "digest" in copy["reason"]["detail"]) for copy in result["rejected"]]
+        assert found == [("a", True)]
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 101.0, held)
+    aside = [path.name for path in (directory / "a" / "job" / "a" / "quarantine").iterdir()]
+    assert reader.checkpoint_name(1, 9) in aside
+
+
+@case("ab", {"a": {"disk": [[1, 5], [1, 9]], "flip": 0.9}, "b": {}})
+def older_checkpoint_replaces_corrupt_one(results: Results, _: Path) -> None:
+    """Tensors of the corrupt one are overwritten, and no slot holds it."""
+    for result in results:
+        assert (result["step"], [copy["step"] for copy in result["rejected"]]) == (5, [9])
+        assert (result["values"], result["held"]) == ([5.0], [1, 5])
+
+
+@case("ab", {"a": {"disk": [[1, 9]], "flip": 0.9}, "b": {}})
+def only_corrupt_checkpoint_fails_all_ranks(results: Results, _: Path) -> None:
+    """No rank waits or starts fresh."""
+    for result in results:
+        assert "none can be loaded" in result["error"]
+        assert result["held"] is None
+
+
+@case("ab", {"a": {"memory": [2, 9], "disk": [[2, 5]], "hurt": "static_offset"}, "b": {"disk": [[2, 9]]}})
+def other_copy_replaces_damaged_snapshot(results: Results, _: Path) -> None:
+    """Its metadata is invalid, and no other node's copy is blamed."""
+    for result in results:
+        assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("b", ["a"], [9.0])
+        assert [(copy["node"], copy["step"]) for copy in result["rejected"]] == [("a", 9)]
+        assert result["held"] == [2, 9]
+
+
+SNAPSHOT, CHECKPOINT = {"memory": [2, 9]}, {"disk": [[2, 9]]}
+
+
+@case("abc", {"a": {**SNAPSHOT, "value": 7.0}, "b": SNAPSHOT, "c": SNAPSHOT})
+def minority_replica_is_refused(results: Results, _: Path) -> None:
+    """The error names the ranks on either side."""
+    for result in results:
+        assert "rank 0 against rank 1, 2" in result["error"]
+
+
+@case("ab", {"a": {**CHECKPOINT, "value": 7.0}, "b": CHECKPOINT}, {constants.ENV_CHECK_REPLICAS: "off"})
+def source_values_are_used_with_check_replicas_off(results: Results, _: Path) -> None:
+    """Nodes that round differently always differ; nothing is called corrupt."""
+    for result in results:
+        assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("a", ["b"], [7.0])
+    assert [result["disk"] for result in results] == [[[2, 9]]] * 2
+
+
+OTHER_HOST = {constants.ENV_LOCAL_HOST: "192.0.2.7"}
+
+
+@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, {**OTHER_HOST, constants.ENV_TRANSFER_ADDR: "lo"})
+def chosen_interface_is_used(results: Results, _: Path) -> None:
+    """The host's own address would be wrong."""
+    for result in results:
+        assert (result["values"], result["receiving_nodes"]) == ([9.0], ["b"])
+
+
+@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, OTHER_HOST)
+def node_that_cannot_listen_fails_all_ranks(results: Results, _: Path) -> None:
+    """The error names the address."""
+    for result in results:
+        assert "cannot listen at 192.0.2.7 to send the state" in result["error"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_restore_or_refuse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the case says."""
+    case = CASES[name]
+    for key, value in case.env.items():
+        monkeypatch.setenv(key, value)
+
+    def resume(collectives: Collectives) -> dict[str, Any]:
+        node = case.nodes[collectives.rank]
+        own = {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / node), "ELASTIC_RESUME_NODE_NAME": node}
+        return resumer.resume(collectives, {**case.env, **own}, case.states_by_node)  # of separate disks
+
+    case.check(run_ranks(len(case.nodes), resume), tmp_path)
