@@ -91,7 +91,8 @@ def test_state_that_a_script_has_loaded_is_not_in_the_pool() -> None:
     """A restore that fails has overwritten the pool, and a cold start would begin from that."""
     model, optimizer = build(2)
     step(model, optimizer)
-    assert not prepare({"model": model, "optimizer": optimizer}, BYTES, None)._tensors
+    elsewhere = torch.optim.Adam(nn.Linear(256, 128, device="meta").parameters())  # nor that of a GPU
+    assert not prepare({"model": model, "optimizer": optimizer, "other": elsewhere}, BYTES, None)._tensors
 
 
 def test_tensors_of_another_shape_or_dtype_are_left() -> None:
@@ -130,6 +131,10 @@ def client(tmp_path: Path) -> Iterator[SlotClient]:
         server = SnapshotServer(committer)
         committer.start()
         server.start()
+        other = SlotClient(server.socket_name, 1, is_local_leader=False)
+        prepare({}, BYTES, other)
+        assert not other.control_block.read_slots(), "only the local leader reserves slots"
+        other.close()
         slot_client = SlotClient(server.socket_name, 0, is_local_leader=True)
         yield slot_client
         slot_client.close()
