@@ -126,9 +126,9 @@ class LoadedState:
     def publish_slot(self, client: SlotClient | None) -> None:
         """Make the filled slot this node's snapshot; on the local leader that filled it."""
         opened = self.opened
-        if client is None or opened is None or not opened.fills_slot:
+        if opened is None or not opened.fills_slot:
             return
-        if opened.slot is not None and opened.manifest is not None:
+        if client is not None and opened.slot is not None and opened.manifest is not None:
             client.finish_fill(opened.slot, opened.manifest, on_disk=opened.on_disk)
 
 
@@ -152,7 +152,6 @@ class _StateLoader:
             name
             for name in extents
             if name.startswith(keepers)
-            and name not in values.names
             and shard_index(name) in {None, self.local_rank}  # the others are read on demand, if at all
         ]
         is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
@@ -240,7 +239,6 @@ class RestoreAttempt:
             if exchange.server is not None:
                 exchange.server.close()
         if failures:
-            self._cancel(exchange.opened)
             return None, failures
         return LoadedState(manifest, self._keep_received(exchange, loader)), {}
 

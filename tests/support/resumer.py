@@ -147,6 +147,7 @@ def resume(world: Collectives, environ: Mapping[str, str], states_by_node: dict[
         held = memory.find_newest() if memory is not None else None
         result["held"] = list(held.manifest.version) if held is not None else None
         if memory is not None and held is not None:
+            result["commit_requested"] = held.slot.record.get("commit_requested") > 0
             image = StreamingBuffer.from_complete(held.image)
             result["held_buffer"] = float(image.get_tensor("model/1.running_mean").mean())
             if place.is_local_leader:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +13,18 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
+from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.errors import CorruptError
 from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.restore.attempt import RestoreAttempt
 from tests.support import resumer
+from tests.support.processes import wait_for
 from tests.support.thread_ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
 Results = list[dict[str, Any]]  # of each rank
+Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ def lacking_node_receives_snapshot_and_commits_it(results: Results, _: Path) -> 
         assert (result["step"], result["source_tier"], result["receiving_nodes"]) == (9, "memory", ["b"])
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [2, 9])
     assert results[1]["disk"] == [[2, 9], [1, 5]]
+    assert [result["commit_requested"] for result in results] == [False, True, True]
 
 
 @case("abcd", {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}})
@@ -194,16 +202,51 @@ def node_that_cannot_listen_fails_all_ranks(results: Results, _: Path) -> None:
         assert "cannot listen at 192.0.2.7 to send the state" in result["error"]
 
 
+def run_case(case: Case, directory: Path) -> Results:
+    """Return the results of all ranks; no server of blocks is left."""
+
+    def resume(collectives: Collectives) -> dict[str, Any]:
+        node = case.nodes[collectives.rank]
+        own = {"ELASTIC_RESUME_CKPT_DIR": str(directory / node), "ELASTIC_RESUME_NODE_NAME": node}
+        return resumer.resume(collectives, {**case.env, **own}, case.states_by_node)  # of separate disks
+
+    results = run_ranks(len(case.nodes), resume)
+    wait_for(lambda: not any("elastic-resume-serve" in t.name for t in threading.enumerate()), "the servers")
+    return results
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_restore_or_refuse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the case says."""
     case = CASES[name]
     for key, value in case.env.items():
         monkeypatch.setenv(key, value)
+    case.check(run_case(case, tmp_path), tmp_path)
 
-    def resume(collectives: Collectives) -> dict[str, Any]:
-        node = case.nodes[collectives.rank]
-        own = {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / node), "ELASTIC_RESUME_NODE_NAME": node}
-        return resumer.resume(collectives, {**case.env, **own}, case.states_by_node)  # of separate disks
 
-    case.check(run_ranks(len(case.nodes), resume), tmp_path)
+def test_failed_attempt_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write into a slot that the next attempt may take."""
+    read, run, reads, alive = reader.read_image, RestoreAttempt.run, Counter[str](), list[bool]()
+
+    def read_until_cancelled(path: Path, manifest: Manifest, memory: memoryview, advance: Advance) -> None:
+        reads[path.parent.name] += 1
+        if path.parent.name == "a":
+            raise CorruptError("made up")
+        read(path, manifest, memory, lambda _: None)
+        while reads["b"] == 1:
+            advance(len(memory) - 1)
+        advance(len(memory))
+
+    def run_and_look(attempt: RestoreAttempt, tracked: Any) -> Any:
+        result = run(attempt, tracked)
+        alive.extend(task._thread.is_alive() for task in attempt._tasks)
+        return result
+
+    monkeypatch.setattr(reader, "read_image", read_until_cancelled)
+    monkeypatch.setattr(RestoreAttempt, "run", run_and_look)
+    states = {"a": {"disk": [[1, 9]]}, "b": {"disk": [[1, 9]]}}
+    for result in run_case(Case("ab", states, {}, lambda *_: None), tmp_path):
+        assert (result["source_node"], result["values"]) == ("b", [9.0])
+    assert reads == {"a": 1, "b": 2}
+    assert len(alive) > 2
+    assert not any(alive)

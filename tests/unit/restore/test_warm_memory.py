@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.restore import attempt, warm_memory
 from elastic_resume.restore.sources import open_for_peers
-from elastic_resume.restore.streaming import StreamingBuffer
+from elastic_resume.restore.streaming import Prefetcher, StreamingBuffer
 from elastic_resume.restore.warm_memory import TensorPool, prepare
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.committer import CheckpointCommitter
@@ -55,12 +57,15 @@ def write_image(flat: state_dict.FlatState) -> tuple[memoryview, Manifest]:
     return image, manifest
 
 
-def load(tracked: dict[str, object], pool: TensorPool) -> None:
-    """Load a state of one step into ``tracked``, and check that it is that state."""
+def load(tracked: dict[str, object], pool: TensorPool, more: Sequence[state_dict.Leaf] = ()) -> None:
+    """Load a state of one step into ``tracked``, and check that it is that state.
+
+    The image has ``more`` tensors.
+    """
     saved = dict(zip(("model", "optimizer"), build(1), strict=True))
     step(*saved.values())  # type: ignore[arg-type]
     flat = state_dict.flatten(saved)
-    image, manifest = write_image(flat)
+    image, manifest = write_image(replace(flat, leaves=(*flat.leaves, *more)))
     values = attempt.SourceValues(attempt.build_values_layout(Layout.parse(image, len(image)), ()))
     attempt._StateLoader(tracked, manifest, values, pool, 0).load(StreamingBuffer.from_complete(image))
     loaded = state_dict.flatten(tracked)
@@ -85,6 +90,33 @@ def test_optimizer_state_is_loaded_into_prepared_tensors(
     moments = [value for held in optimizer.state.values() for value in held.values()]
     assert len(touched & {tensor.data_ptr() for tensor in moments}) == reused
     assert not any(pool._tensors.values())  # nothing is left, or nothing was prepared
+
+
+@pytest.mark.parametrize(("min_bytes", "is_prefetched"), [(0, True), (1 << 30, False)])
+def test_large_tensors_that_objects_keep_are_copied_in_threads(
+    min_bytes: int, is_prefetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules copy by themselves, and other local ranks load their own shards."""
+    prefetched: list[str] = []
+    threads = set(threading.enumerate())
+
+    class RecordingPrefetcher(Prefetcher):
+        def __init__(self, names: Iterable[str], copy_tensor: Callable[[str], torch.Tensor]) -> None:
+            prefetched.extend(names)
+            super().__init__(names, copy_tensor)
+
+    monkeypatch.setattr(attempt, "Prefetcher", RecordingPrefetcher)
+    monkeypatch.setattr(attempt, "_MIN_PREFETCH_BYTES", min_bytes)
+    model, optimizer = build(2)
+    shards = [
+        state_dict.Leaf(f"optimizer/m@{rank}of2", torch.ones(2), state_dict.REPLICATED) for rank in (0, 1)
+    ]
+    load({"model": model, "optimizer": optimizer}, TensorPool(), shards)
+    states = [
+        f"optimizer/state/{number}/{key}" for number in (0, 1) for key in ("step", "exp_avg", "exp_avg_sq")
+    ]
+    assert sorted(prefetched) == (sorted([*states, "optimizer/m@0of2"]) if is_prefetched else [])
+    assert set(threading.enumerate()) <= threads
 
 
 def test_state_that_a_script_has_loaded_is_not_in_the_pool() -> None:
