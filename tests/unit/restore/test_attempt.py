@@ -7,16 +7,25 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
+from elastic_resume.checkpoint.layout import header_size
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.errors import CorruptError
+from elastic_resume.console import ByteProgress
+from elastic_resume.errors import CorruptError, MachineError
+from elastic_resume.policy.resume_plan import SavedState
 from elastic_resume.ranks.collectives import Collectives
-from elastic_resume.restore.attempt import RestoreAttempt
+from elastic_resume.restore import attempt
+from elastic_resume.restore.attempt import RestoreAttempt, _StateLoader
+from elastic_resume.restore.sources import DiskSource, OpenedState
+from elastic_resume.restore.streaming import StreamingBuffer
+from elastic_resume.restore.transfer import BlockServer, BlockTable
+from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.slots.slot_memory import Slot
 from tests.support import resumer
 from tests.support.processes import wait_for
 from tests.support.thread_ranks import run_ranks
@@ -63,14 +72,14 @@ def all_local_ranks_load_from_slot_filled_from_disk(results: Results, _: Path) -
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
 
 
-@case("abb", {"a": {"memory": [2, 9], "disk": [[2, 5]]}, "b": {"disk": [[1, 5]]}})
+@case("aabb", {"a": {"memory": [2, 9], "disk": [[2, 5]]}, "b": {"disk": [[1, 5]]}})
 def lacking_node_receives_snapshot_and_commits_it(results: Results, _: Path) -> None:
     """Its two ranks load while it arrives; older checkpoints are passed over."""
     for result in results:
         assert (result["step"], result["source_tier"], result["receiving_nodes"]) == (9, "memory", ["b"])
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [2, 9])
-    assert results[1]["disk"] == [[2, 9], [1, 5]]
-    assert [result["commit_requested"] for result in results] == [False, True, True]
+    assert results[2]["disk"] == [[2, 9], [1, 5]]
+    assert [result["commit_requested"] for result in results] == [False, False, True, True]
 
 
 @case("abcd", {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}})
@@ -97,12 +106,14 @@ def lost_connection_and_damaged_block_do_not_change_plan(results: Results, _: Pa
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
 
 
-@case("aabb", {"a": {"disk": [[1, 9]], "slots": False}, "b": {"slots": False}})
+@case("aabbc", {"a": {"disk": [[1, 9]], "slots": False}, "b": {"slots": False}, "c": {}})
 def node_without_slots_maps_checkpoint_and_commits_received_state(results: Results, _: Path) -> None:
-    """The lacking node's second rank reads the committed checkpoint."""
+    """The lacking node's second rank reads the committed checkpoint. A node with slots commits later."""
     for result in results:
-        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, None)
-    assert (results[2]["disk"], results[2]["on_disk"]) == ([[1, 9]], True)
+        assert (result["values"], result["buffer"]) == ([9.0], 100.0)
+    assert [result["held"] for result in results] == [None] * 4 + [[1, 9]]
+    assert [result["on_disk"] for result in results] == [True] * 4 + [False]
+    assert results[2]["disk"] == [[1, 9]]
 
 
 @case("abc", {"a": {"disk": [[1, 9]]}, "b": {"slots": False, "fail": "commit.before-rename=raise"}})
@@ -195,11 +206,12 @@ def chosen_interface_is_used(results: Results, _: Path) -> None:
         assert (result["values"], result["receiving_nodes"]) == ([9.0], ["b"])
 
 
-@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, OTHER_HOST)
+@case("abb", {"a": {"disk": [[1, 9]]}, "b": {}}, OTHER_HOST)
 def node_that_cannot_listen_fails_all_ranks(results: Results, _: Path) -> None:
-    """The error names the address."""
-    for result in results:
+    """The error names the address. The second rank of a node that receives waits for no byte."""
+    for result in results[:2]:
         assert "cannot listen at 192.0.2.7 to send the state" in result["error"]
+    assert "the local leader could not bring the state" in results[2]["error"]
 
 
 def run_case(case: Case, directory: Path) -> Results:
@@ -224,6 +236,129 @@ def test_ranks_restore_or_refuse(name: str, tmp_path: Path, monkeypatch: pytest.
     case.check(run_case(case, tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize("failing", ["open_for_peers", "BlockServer", "map_slot"])
+def test_node_that_cannot_send_or_receive_fails_all_ranks(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has no memory, or cannot listen; or a rank cannot map the slot of its local leader."""
+    map_slot = SlotClient.map_slot
+
+    def fail(*_: object) -> NoReturn:
+        raise MachineError("made up")
+
+    def fail_on_b(table: BlockTable, node: str, host: str) -> BlockServer:
+        return fail() if node == "b" else BlockServer(table, node, host)
+
+    def map_on_leader(client: SlotClient, index: int, serial: int | None = None) -> Slot | None:
+        return map_slot(client, index, serial) if client.is_local_leader else None
+
+    if failing == "map_slot":
+        monkeypatch.setattr(SlotClient, "map_slot", map_on_leader)
+    else:
+        monkeypatch.setattr(attempt, failing, fail if failing == "open_for_peers" else fail_on_b)
+    states = {"a": {"disk": [[1, 9]]}, "b": {"disk": [[1, 9]]}}
+    for result in run_case(Case("aabc", states, {}, lambda *_: None), tmp_path):
+        text = "cannot map the snapshots of its node a" if failing == "map_slot" else "made up"
+        assert text in result["error"]
+
+
+def test_damage_on_a_node_that_receives_ends_the_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has none, and the next plan would be the same."""
+    load = RestoreAttempt._load_and_join_tasks
+
+    def load_damaged(running: RestoreAttempt, opened: OpenedState | None, loader: _StateLoader) -> None:
+        load(running, opened, loader)
+        running._errors += [CorruptError("made up")] if running._context.node == "b" else []
+
+    monkeypatch.setattr(RestoreAttempt, "_load_and_join_tasks", load_damaged)
+    for result in run_case(Case("ab", {"a": {"disk": [[1, 9]]}}, {}, lambda *_: None), tmp_path):
+        assert "made up" in result["error"]
+
+
+@pytest.fixture
+def may_advance(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have the reads of files stop behind the header, until the event is set."""
+    read, event = reader.read_image, threading.Event()
+
+    def read_slowly(path: Path, manifest: Manifest, memory: memoryview, advance: Advance) -> None:
+        read(path, manifest, memory, lambda _: None)
+        advance(header_size(memory[:8], len(memory)))
+        assert event.wait(30)
+        advance(len(memory))
+
+    monkeypatch.setattr(reader, "read_image", read_slowly)
+    return event
+
+
+def test_local_ranks_use_no_byte_before_it_was_verified(
+    may_advance: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the slot that they have mapped."""
+    load, seen = _StateLoader.load, list[int]()
+
+    def load_and_look(loader: _StateLoader, buffer: StreamingBuffer) -> None:
+        if loader.local_rank == 1:
+            seen.append(buffer.arrived_bytes() - len(buffer.layout.header))
+            may_advance.set()
+        load(loader, buffer)
+
+    monkeypatch.setattr(_StateLoader, "load", load_and_look)
+    for result in run_case(Case("aa", {"a": {"disk": [[1, 9]]}}, {}, lambda *_: None), tmp_path):
+        assert result["values"] == [9.0]
+    assert seen == [0]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (
+            {"a": {"disk": [[1, 9]]}},
+            {"node a: sending step 9 to b": True, "node b: receiving step 9 from node a": True},
+        ),
+        (
+            {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}},
+            {"node a: loading step 9 from its disk": True, "node b: loading step 9 from its memory": False},
+        ),
+    ],
+)
+def test_each_node_shows_what_arrives_or_is_loaded(
+    states: Any,
+    expected: dict[str, bool],
+    may_advance: threading.Event,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From memory it is the tensors, which are not all of the bytes."""
+    shown: dict[str, tuple[Callable[[], int], int]] = {}
+
+    def show(what: str, total_bytes: int, read_done: Callable[[], int]) -> ByteProgress:
+        shown[what] = read_done, total_bytes
+        if len(shown) == 2:
+            may_advance.set()
+        return ByteProgress(what, total_bytes, read_done)
+
+    monkeypatch.setattr(attempt, "ByteProgress", show)
+    run_case(Case("aab", states, {}, lambda *_: None), tmp_path)
+    assert {what: read_done() == total for what, (read_done, total) in shown.items()} == expected
+
+
+def test_one_rank_of_a_node_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others use its slot."""
+    open_state, opened = DiskSource.open, Counter[str]()
+
+    def open_and_count(source: DiskSource, saved_state: SavedState) -> OpenedState:
+        opened[source._context.node] += 1
+        return open_state(source, saved_state)
+
+    monkeypatch.setattr(DiskSource, "open", open_and_count)
+    states = {"a": {"disk": [[1, 9]]}, "b": {"disk": [[1, 9]]}}
+    for result in run_case(Case("aab", states, {}, lambda *_: None), tmp_path):
+        assert (result["values"], result["buffer"]) == ([9.0], 100.0)
+    assert opened == {"a": 1, "b": 1}
+
+
 def test_failed_attempt_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would write into a slot that the next attempt may take."""
     read, run, reads, alive = reader.read_image, RestoreAttempt.run, Counter[str](), list[bool]()
@@ -237,9 +372,9 @@ def test_failed_attempt_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.Mon
             advance(len(memory) - 1)
         advance(len(memory))
 
-    def run_and_look(attempt: RestoreAttempt, tracked: Any) -> Any:
-        result = run(attempt, tracked)
-        alive.extend(task._thread.is_alive() for task in attempt._tasks)
+    def run_and_look(running: RestoreAttempt, tracked: Any) -> Any:
+        result = run(running, tracked)
+        alive.extend(task._thread.is_alive() for task in running._tasks)
         return result
 
     monkeypatch.setattr(reader, "read_image", read_until_cancelled)

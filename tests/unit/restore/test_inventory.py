@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -28,8 +30,9 @@ from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator
 from elastic_resume.restore.attempt import NodeFailures, RestoreAttempt
 from elastic_resume.restore.sources import list_sources, take_inventory
+from elastic_resume.restore.streaming import BackgroundTask
 from elastic_resume.slots.progress_page import ProgressPage
-from tests.support.checkpoint_samples import RUN, flip_bits, save_checkpoint
+from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, save_checkpoint
 
 NEWER = '{"kind":"elastic_resume checkpoint","format":3}'
 
@@ -219,6 +222,56 @@ def test_failed_load_quarantines_only_proven_damage(
     assert (again.step, len(again.rejected)) == (1, 1)
     assert "made up" in again.rejected[0].reason
     assert (node / checkpoint_name(1, 2)).exists() is not moved
+
+
+@pytest.mark.parametrize("source", ["a", "b"])
+def test_state_of_another_size_than_planned_is_not_loaded(node: Path, source: str) -> None:
+    """It was replaced after the inventory, or it is not that of the source."""
+    plan = plan_resume(node)
+    ((_, state),) = plan.holders
+    other = replace(state, nbytes=1)
+    holders = (("a", other if source == "a" else state), ("b", other))
+    failures = execute(make_context(node), replace(plan, source_node=source, holders=holders))
+    kind, reason = failures["a"]
+    assert (kind, "bytes were expected" in reason) == (UnreadableError.kind, True)
+
+
+@pytest.mark.parametrize(("block_bytes", "is_manifests"), [(SMALL_BLOCK, True), (4096, False)])
+def test_served_digests_are_those_of_the_manifest(node: Path, block_bytes: int, is_manifests: bool) -> None:
+    """If it has blocks of that size. They would show bytes that changed in memory."""
+    plan = plan_resume(node)
+    attempt = RestoreAttempt(make_context(node), plan, None)
+    opened = attempt._open_own(plan.holders[0][1])
+    assert [task.join() for task in opened.tasks] == [None]
+    assert opened.manifest is not None
+    claimed = replace(opened.manifest, blocks=("00" * 16,) * len(opened.manifest.blocks))
+    with contextlib.closing(attempt._serve(replace(opened, manifest=claimed), block_bytes)) as server:
+        assert (server.table.get_digest(1) == bytes(16)) == is_manifests
+
+
+def test_lost_connection_to_a_rank_is_no_fault_of_a_state(node: Path) -> None:
+    """It ends the generation."""
+
+    def fail() -> NoReturn:
+        raise ConnectionError("made up")
+
+    loader: Any = None
+    attempt = RestoreAttempt(make_context(node), plan_resume(node), None)
+    attempt._tasks.append(BackgroundTask("test", fail))
+    with pytest.raises(ConnectionError, match="made up"):
+        attempt._load_and_join_tasks(None, loader)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"), [("unreadable corrupt", "corrupt"), ("torn unreadable", "torn"), ("- newer", "newer")]
+)
+def test_rank_that_proved_a_state_invalid_overrules_others(node: Path, kinds: str, kind: str) -> None:
+    """The state of one node may fail on several ranks."""
+    context, plan = make_context(node), plan_resume(node)
+    context.node_by_rank = ["a", "a"]
+    failures = [None if each == "-" else [each, f"is {each}"] for each in kinds.split()]
+    grouped = RestoreAttempt(context, plan, None)._group_failures_by_node(failures)
+    assert grouped == {"a": (kind, f"is {kind}")}
 
 
 def test_restore_detects_flipped_bit_before_loading(node: Path) -> None:
