@@ -180,7 +180,8 @@ def restore(
         return {"error": str(error)}
     position = Position(0, resumed.plan.step, resumed.plan.step, 0)
     fields = announce.resume_event_fields(resumed, position, place.collectives.size)
-    return {**fields, "on_disk": resumed.on_disk}
+    manifest_step = resumed.manifest.step if resumed.manifest is not None else None
+    return {**fields, "on_disk": resumed.on_disk, "manifest_step": manifest_step}
 
 
 def read_values(live: dict[str, Any]) -> dict[str, Any]:

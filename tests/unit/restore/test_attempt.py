@@ -15,6 +15,7 @@ from elastic_resume import constants
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.layout import header_size
 from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import CorruptError, MachineError
 from elastic_resume.policy.resume_plan import SavedState
@@ -26,6 +27,7 @@ from elastic_resume.restore.streaming import StreamingBuffer
 from elastic_resume.restore.transfer import BlockServer, BlockTable
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.slot_memory import Slot
+from elastic_resume.state import state_dict
 from tests.support import resumer
 from tests.support.processes import wait_for
 from tests.support.thread_ranks import run_ranks
@@ -69,6 +71,7 @@ def all_local_ranks_load_from_slot_filled_from_disk(results: Results, _: Path) -
     """The checkpoint is read once, and is a snapshot afterwards."""
     for result in results:
         assert (result["source_node"], result["source_tier"]) == ("a", "disk")
+        assert (result["manifest_step"], result["on_disk"]) == (9, True)
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
 
 
@@ -124,7 +127,7 @@ def failing_disk_of_receiver_without_slot_fails_all_ranks(results: Results, dire
     assert not list((directory / "b" / "job" / "b").glob("*s000*"))
 
 
-@case("abc", {"a": {"disk": [[1, 9]], "flip": 0.9}, "b": {"disk": [[1, 9]]}})
+@case("aabc", {"a": {"disk": [[1, 9]], "flip": 0.9}, "b": {"disk": [[1, 9]]}})
 def second_holder_replaces_corrupt_block(results: Results, directory: Path) -> None:
     """The source finds the block while it sends; the corrupt checkpoint is quarantined."""
     check_second_holder(results, directory, held=[1, 9])
@@ -134,7 +137,7 @@ NO_SLOTS = {"slots": False}
 
 
 @case(
-    "abc",
+    "aabc",
     {"a": {"disk": [[1, 9]], "flip": 0.9, **NO_SLOTS}, "b": {"disk": [[1, 9]], **NO_SLOTS}, "c": NO_SLOTS},
 )
 def second_holder_replaces_corrupt_block_without_slots(results: Results, directory: Path) -> None:
@@ -148,8 +151,9 @@ def check_second_holder(results: Results, directory: Path, held: list[int] | Non
         assert (result["source_node"], result["receiving_nodes"]) == ("b", ["a", "c"])
         found = [(copy["node"], "digest" in copy["reason"]["detail"]) for copy in result["rejected"]]
         assert found == [("a", True)]
-        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 101.0, held)
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 102.0, held)
     aside = [path.name for path in (directory / "a" / "job" / "a" / "quarantine").iterdir()]
+    assert sum(not name.endswith(".json") for name in aside) == 1
     assert reader.checkpoint_name(1, 9) in aside
 
 
@@ -262,19 +266,50 @@ def test_node_that_cannot_send_or_receive_fails_all_ranks(
         assert text in result["error"]
 
 
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lambda running, _: running._errors.append(CorruptError("made up")), "made up"),
+        (lambda _, loader: loader.tracked["model"][0].bias.data.zero_(), "rank 0 against rank 1"),
+    ],
+)
 def test_damage_on_a_node_that_receives_ends_the_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: Callable[[RestoreAttempt, Any], None], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has none, and the next plan would be the same."""
+    """It holds no state to exclude, and the next plan would be the same. check-replicas is off."""
     load = RestoreAttempt._load_and_join_tasks
 
     def load_damaged(running: RestoreAttempt, opened: OpenedState | None, loader: _StateLoader) -> None:
         load(running, opened, loader)
-        running._errors += [CorruptError("made up")] if running._context.node == "b" else []
+        if running._context.node == "b":
+            damage(running, loader)
 
     monkeypatch.setattr(RestoreAttempt, "_load_and_join_tasks", load_damaged)
+    env = {constants.ENV_CHECK_REPLICAS: "off"}
+    for result in run_case(Case("ab", {"a": {"disk": [[1, 9]]}}, env, lambda *_: None), tmp_path):
+        assert error in result["error"]
+
+
+def test_full_disk_is_logged_where_a_state_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training continues."""
+
+    def refuse(node_dir: NodeDir, _: int) -> None:
+        if node_dir.path.name == "b":
+            raise MachineError("made up.")
+
+    monkeypatch.setattr(NodeDir, "ensure_free_space", refuse)
     for result in run_case(Case("ab", {"a": {"disk": [[1, 9]]}}, {}, lambda *_: None), tmp_path):
-        assert "made up" in result["error"]
+        assert result["values"] == [9.0]
+    assert [text[:16] for text in caplog.messages if "Training continues" in text] == ["node b: made up."]
+
+
+def test_rank_that_is_alone_digests_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison with itself would delay the restart."""
+    monkeypatch.setattr(state_dict, "digest_leaves", None)
+    (result,) = run_case(Case("a", {"a": {"disk": [[1, 9]]}}, {}, lambda *_: None), tmp_path)
+    assert result["values"] == [9.0]
 
 
 @pytest.fixture

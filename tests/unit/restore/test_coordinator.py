@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ from elastic_resume.policy.resume_plan import Inventory, ResumePlan, SavedState
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator
+from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.slots.progress_page import ProgressPage
-from elastic_resume.state import state_dict
-from tests.support.checkpoint_samples import RUN, save_checkpoint
+from elastic_resume.state import dtensors, state_dict
+from tests.support.checkpoint_samples import RUN, make_manifest, save_checkpoint
 from tests.support.resumer import objects, read_values
 from tests.support.state_image import Box
 from tests.support.thread_ranks import ThreadCollectives, run_ranks
@@ -195,9 +197,37 @@ def test_earlier_command_is_that_of_the_states_owner(
     assert coordinator._find_earlier_command(plan, inventories) == expected
 
 
-def test_fsdp1_is_refused() -> None:
+def test_fsdp1_is_refused(tmp_path: Path) -> None:
     """Its shards cannot be read."""
-    wrapped = type("FullyShardedDataParallel", (nn.Linear,), {})(1, 1)
-    context: Any = SimpleNamespace(node_by_rank=["a"], node="a")
-    with pytest.raises(UntrackableError, match=r"model: it is in FullyShardedDataParallel \(FSDP1\)"):
-        coordinator._check_shards(context, {"box": Box(), "model": nn.Sequential(wrapped)})
+    wrapped = type("FullyShardedDataParallel", (nn.Linear,), {})
+    for _, error in start_cold(tmp_path, lambda _: {"box": Box(), "model": nn.Sequential(wrapped(1, 1))}):
+        assert "model: it is in FullyShardedDataParallel (FSDP1)" in error
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shard_ranks", "text"),
+    [
+        ("aabb", [0, 1], ""),
+        ("aabb", [0], ""),  # one shard is a whole tensor
+        ("aabb", [0, 1, 2, 3], r"over the ranks \[0, 1, 2, 3\], and node a has the ranks \[0, 1\]"),
+        ("aab", [0, 1], "the nodes have different numbers of ranks"),
+    ],
+)
+def test_each_node_must_hold_the_whole_sharded_model(
+    nodes: str, shard_ranks: list[int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its loss would lose a part of it."""
+    monkeypatch.setattr(dtensors, "is_dtensor", lambda _: True)
+    monkeypatch.setattr(dtensors, "find_own_shard", lambda *_: None)
+    monkeypatch.setattr(dtensors, "find_shard_ranks", lambda _: shard_ranks)
+    context: Any = SimpleNamespace(node_by_rank=[*nodes], node="a")
+    with pytest.raises(UntrackableError, match=text) if text else contextlib.nullcontext():
+        coordinator._check_shards(context, {"model": nn.Linear(1, 1)})
+
+
+@pytest.mark.parametrize(("on_disk", "committed_step"), [(True, 9), (False, -1)])
+def test_step_is_committed_if_the_own_disk_holds_it(on_disk: bool, committed_step: int) -> None:
+    """A snapshot from elsewhere is not."""
+    flat = state_dict.flatten({})
+    result = ResumeResult(ResumePlan("resumed", step=9), make_manifest(), flat, ("a",), 0.0, on_disk)
+    assert result.committed_step == committed_step

@@ -25,6 +25,9 @@ from tests.support.thread_ranks import ThreadCollectives, run_ranks
 named = st.dictionaries(st.sampled_from("abcdefg"), st.sampled_from("xyz"), max_size=7)
 
 
+SHARDS = [{"v@0of2": "x", "w@0of2": "x"}, {"v@1of2": "y", "w@1of2": "y"}]
+
+
 def make_context(collectives: ThreadCollectives, nodes: str, *, is_off: bool = False) -> RankContext:
     """Return the context of a rank; ``nodes`` has one letter per rank."""
     settings: Any = SimpleNamespace(
@@ -68,18 +71,22 @@ def test_find_first_difference_agrees_on_all_ranks(values: list[dict[str, str]])
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ([{"w": "x"}, {}, {"w": "x"}], "rank 0, 2 against rank 1"),
-        ([{}, {}, {"w": "x"}], "rank 0, 1 against rank 2"),
-        ([{"v": "x", "w": "y"}, {"w": "y", "v": "x"}, {"v": "x", "w": "y"}], "rank 0, 2 against rank 1"),
-        ([{"w@0of2": "x"}, {"w@1of2": "y"}, {"w@0of2": "x"}, {"w@1of2": "y"}], None),
-        ([{"w@0of2": "x"}, {"w@1of2": "y"}, {"w@0of2": "x"}, {"w@1of2": "z"}], "rank 1 against rank 3"),
+        ([{"w": "x"}, {}, {"w": "x"}], "w: rank 0, 2 against rank 1"),
+        ([{}, {}, {"w": "x"}], "w: rank 0, 1 against rank 2"),
+        ([{"v": "x", "w": "y"}, {"w": "y", "v": "x"}, {"v": "x", "w": "y"}], "w: rank 0, 2 against rank 1"),
+        ([*SHARDS, *SHARDS], None),
+        (
+            [SHARDS[0], {"v@1of2": "x", "w@1of2": "y"}, SHARDS[0], {"v@1of2": "x", "w@1of2": "z"}],
+            "w@1of2: rank 1 against rank 3",
+        ),
     ],
 )
 def test_missing_names_their_order_and_shards_are_compared(
     values: list[dict[str, str]], text: str | None
 ) -> None:
     """A shard is, with that of the same local rank on the other node."""
-    assert [found and found.ranks_text for found in compare(values, "aabb")] == [text] * len(values)
+    found = compare(values, "aabb")
+    assert [one and f"{one.name}: {one.ranks_text}" for one in found] == [text] * len(values)
 
 
 def test_describe_groups_limits_named_groups_and_ranks() -> None:
@@ -103,15 +110,22 @@ class World:
             parameter.data = torch.randn(parameter.shape, generator=generator)
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
+        self.averaged = nn.Linear(1, 1)
+        nn.init.zeros_(self.averaged.weight)
+        nn.init.zeros_(self.averaged.bias)
         self.ema, self.own, self.box = (torch.zeros(2) for _ in range(3))
 
     @property
     def tracked(self) -> dict[str, Any]:
         """Return the objects by name."""
-        own = {
-            name: TrackedTensors(name, [tensor]) for name, tensor in (("ema", self.ema), ("own", self.own))
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "ema": TrackedTensors("ema", [self.ema]),
+            "ema.model": self.averaged,
+            "own": TrackedTensors("own", [self.own]),
+            "box": Box(self.box),
         }
-        return {"model": self.model, "optimizer": self.optimizer, **own, "box": Box(self.box)}
 
 
 def flip(tensor: Tensor) -> None:
@@ -128,6 +142,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "optimizer/param_groups/0/lr": lambda world: world.optimizer.param_groups[0].update(lr=0.2),
     "optimizer/state/0/step": lambda world: world.optimizer.state.clear(),
     "ema/0": lambda world: flip(world.ema),
+    "ema.model/weight": lambda world: flip(world.averaged.weight),
     "own/0": lambda world: flip(world.own),
     "box/value": lambda world: flip(world.box),
 }
@@ -137,7 +152,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
 def test_first_value_that_differs_on_one_rank_is_named_on_all(name: str) -> None:
     """In a whole comparison, and in that of the first steps. Each rank may have values of its own."""
     compared = {*CHANGES} - {"own/0", "box/value"}
-    sampled = compared - {"model/1.running_mean", "ema/0"}
+    sampled = compared - {"model/1.running_mean", "ema/0", "ema.model/weight"}
 
     def check(collectives: ThreadCollectives) -> None:
         context, world = make_context(collectives, "abc"), World()

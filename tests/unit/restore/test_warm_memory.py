@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +11,13 @@ from torch import nn
 
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.restore import attempt, warm_memory
 from elastic_resume.restore.sources import open_for_peers
 from elastic_resume.restore.streaming import Prefetcher, StreamingBuffer
 from elastic_resume.restore.warm_memory import TensorPool, prepare
 from elastic_resume.slots import slot_memory
-from elastic_resume.slots.committer import CheckpointCommitter
-from elastic_resume.slots.ipc import SlotClient, SnapshotServer
-from elastic_resume.slots.slot_pool import SLOT_COUNT, SlotPool
+from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.slots.slot_pool import SLOT_COUNT
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import make_spec
 from tests.support.processes import wait_for
@@ -154,26 +151,6 @@ def test_count_state_tensors_of_optimizers(group: dict[str, object], count: int)
     assert warm_memory.count_state_tensors(group) == count
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[SlotClient]:
-    """Yield a local leader's connection to the committer of a node without a snapshot."""
-    with NodeDir.claim(tmp_path, "job", "n0") as node_dir:
-        pool = SlotPool(1 << 26)
-        committer = CheckpointCommitter(node_dir.path, "job", pool, emit=lambda *_, **__: None)
-        server = SnapshotServer(committer)
-        committer.start()
-        server.start()
-        other = SlotClient(server.socket_name, 1, is_local_leader=False)
-        prepare({}, BYTES, other)
-        assert not other.control_block.read_slots(), "only the local leader reserves slots"
-        other.close()
-        slot_client = SlotClient(server.socket_name, 0, is_local_leader=True)
-        yield slot_client
-        slot_client.close()
-        server.close()
-        committer.close()
-
-
 @pytest.mark.parametrize(("expected_bytes", "is_reused"), [(BYTES, True), (BYTES // 2, False)])
 def test_received_state_goes_into_prepared_slot(
     expected_bytes: int, is_reused: bool, client: SlotClient, monkeypatch: pytest.MonkeyPatch
@@ -190,3 +167,10 @@ def test_received_state_goes_into_prepared_slot(
     assert ((opened.slot.index, opened.slot.serial) in prepared) == is_reused
     if not is_reused:
         assert not prepared & {(s.index, s.serial) for s in client.control_block.read_slots()}
+
+
+def test_only_the_local_leader_reserves_slots(client: SlotClient) -> None:
+    """The other ranks of its node map them."""
+    client.is_local_leader = False
+    prepare({}, BYTES, client)
+    assert not client.control_block.read_slots()
