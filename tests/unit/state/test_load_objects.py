@@ -120,6 +120,18 @@ def test_shapes_are_compared_before_any_value_arrives() -> None:
         load(saved, {"model": nn.Linear(1, 2)}, get_tensor=fail, peek_tensor=peek)
 
 
+def test_object_of_the_script_may_have_other_keys() -> None:
+    """It reads what it knows."""
+
+    class Renamed(Box):
+        def state_dict(self) -> dict[str, Any]:
+            return {"renamed": self.value}
+
+    renamed = Renamed()
+    load({"box": Box(7)}, {"box": renamed})
+    assert renamed.value == 7
+
+
 class Batches(Box):
     """An object that compares itself with a stored state."""
 
