@@ -15,6 +15,7 @@ from torch import nn
 from elastic_resume import constants
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
+from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import ElasticResumeError, MachineError, UntrackableError
 from elastic_resume.events import EventLog
 from elastic_resume.policy.resume_plan import Inventory, ResumePlan, SavedState
@@ -102,7 +103,10 @@ def test_each_rank_keeps_its_own_and_loads_only_what_differs(is_different: bool,
             lambda rank: {"model": nn.Linear(2, 2 + rank)},
             "the model (model/weight) differs on rank 0 against",
         ),
-        (lambda rank: {"data": Box(rank)}, "the order of samples (data) differs on rank 0 against rank 1"),
+        (
+            lambda rank: {"data": GlobalBatches(8, 2, seed=rank)},
+            "the order of samples (data) differs on rank 0 against rank 1",
+        ),
         (
             lambda rank: {coordinator.PARAMETERS: Box(rank)},
             "the order of the optimizer's parameters (elastic_",
