@@ -109,6 +109,13 @@ def lost_connection_and_damaged_block_do_not_change_plan(results: Results, _: Pa
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
 
 
+@case("aa", {"a": {"disk": [[1, 9]], "slots": False}})
+def all_local_ranks_map_checkpoint_without_slots(results: Results, _: Path) -> None:
+    """Each verifies it."""
+    for result in results:
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, None)
+
+
 @case("aabbc", {"a": {"disk": [[1, 9]], "slots": False}, "b": {"slots": False}, "c": {}})
 def node_without_slots_maps_checkpoint_and_commits_received_state(results: Results, _: Path) -> None:
     """The lacking node's second rank reads the committed checkpoint. A node with slots commits later."""
