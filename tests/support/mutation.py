@@ -85,6 +85,7 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
     (_ATTEMPT, "operand: opened is None"): _NEVER_NONE,
     (_ATTEMPT, "operand: opened is not None"): _NEVER_NONE,
     (_ATTEMPT, "operand: opened.manifest is None"): _NEVER_NONE,
+    (_ATTEMPT, "operand: manifest is not None"): _NEVER_NONE,
     (_ATTEMPT, "comparison true: None in slot_ids.values()"): "it saves two collectives",
     (_ATTEMPT, "never: not exchange.commits_received"): "it saves two collectives",
     (_ATTEMPT, "never: not values.names"): "it saves a broadcast of nothing",
