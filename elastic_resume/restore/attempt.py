@@ -126,9 +126,9 @@ class LoadedState:
     def publish_slot(self, client: SlotClient | None) -> None:
         """Make the filled slot this node's snapshot; on the local leader that filled it."""
         opened = self.opened
-        if client is None or opened is None or not opened.fills_slot:
+        if opened is None or not opened.fills_slot:
             return
-        if opened.slot is not None and opened.manifest is not None:
+        if client is not None and opened.slot is not None and opened.manifest is not None:
             client.finish_fill(opened.slot, opened.manifest, on_disk=opened.on_disk)
 
 
@@ -152,7 +152,6 @@ class _StateLoader:
             name
             for name in extents
             if name.startswith(keepers)
-            and name not in values.names
             and shard_index(name) in {None, self.local_rank}  # the others are read on demand, if at all
         ]
         is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
@@ -240,7 +239,6 @@ class RestoreAttempt:
             if exchange.server is not None:
                 exchange.server.close()
         if failures:
-            self._cancel(exchange.opened)
             return None, failures
         return LoadedState(manifest, self._keep_received(exchange, loader)), {}
 
@@ -279,7 +277,7 @@ class RestoreAttempt:
             for rank, (_, digest, _) in enumerate(offers)
             if digest not in {None, expected}
         }
-        if not failures and saved_state is not None and not context.is_local_leader:
+        if not context.is_local_leader:
             opened = self._attach(offers[context.local_leader_by_node[context.node]][2])
         return opened, failures
 
@@ -351,7 +349,7 @@ class RestoreAttempt:
                 server = self._serve(opened, source_manifest.block_bytes)
             except ElasticResumeError as error:
                 self._errors.append(error)  # reported at the end: the other ranks are about to gather
-                if self._saved_state is None and opened is not None:
+                if opened is not None:
                     opened.buffer.fail(error)
         served = server.sender.to_json() if server is not None else None
         offers = context.collectives.gather([_slot_id(opened), served])
@@ -359,7 +357,7 @@ class RestoreAttempt:
         if self._saved_state is None and server is not None:
             receive = functools.partial(self._receive, server.table, [served for _, served in offers])
             self._tasks.append(BackgroundTask("receive", receive, server.table.buffer))
-        elif not context.is_local_leader and slot_ids.get(context.node) is not None:
+        elif slot_ids.get(context.node) is not None:
             opened = self._attach(slot_ids[context.node])
         return _Exchange(opened, server, commits_received=None in slot_ids.values())
 
@@ -386,7 +384,7 @@ class RestoreAttempt:
     def _start_source_values(self, opened: OpenedState | None, values: SourceValues) -> None:
         """Send or receive the source's values in a thread."""
         collectives, source_rank = self._context.collectives, self._plan.source_rank
-        if collectives.size == 1 or not values.names:
+        if not values.names:
             return
         send_or_receive = functools.partial(broadcast_buffer, collectives, values, source_rank)
         if collectives.rank == source_rank and opened is not None:
@@ -422,7 +420,7 @@ class RestoreAttempt:
 
     def _load_and_join_tasks(self, opened: OpenedState | None, loader: _StateLoader) -> None:
         """Load from the buffer and join all threads; keep their errors for `_gather_failures`."""
-        if opened is not None and not self._errors:
+        if opened is not None:
             try:
                 loader.load(opened.buffer)
             except ElasticResumeError as error:
@@ -481,9 +479,7 @@ class RestoreAttempt:
                 continue
             kind, reason = failure
             # A rank that proved the state invalid overrules a rank that could not read it.
-            if node not in failures or (
-                kind in PROVEN_INVALID_KINDS and failures[node][0] not in PROVEN_INVALID_KINDS
-            ):
+            if node not in failures or kind in PROVEN_INVALID_KINDS:
                 failures[node] = (kind, reason)
         return failures
 

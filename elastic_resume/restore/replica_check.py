@@ -137,12 +137,9 @@ class FirstStepsCheck:
             DivergenceError: on all ranks; the text names the first value that differs, and the likely cause.
 
         """
-        if not self._steps_to_compare:
-            return
         self._finished_steps += 1
         if self._finished_steps not in self._steps_to_compare:
             return
-        self._steps_to_compare.discard(self._finished_steps)
         difference = find_first_difference(
             self._context, lambda: _digest_replicated_state(self._tracked, sample=True)
         )
@@ -206,7 +203,7 @@ def _digest_replicated_state(tracked: Mapping[str, Any], *, sample: bool = False
 
 def _take_sample(tensor: Tensor) -> Tensor:
     stride = -(-tensor.numel() // MAX_SAMPLED_ELEMENTS)
-    return tensor if stride <= 1 else tensor.flatten()[::stride]
+    return tensor.flatten()[:: max(1, stride)]
 
 
 def _object_name(leaf: Leaf) -> str:

@@ -50,10 +50,10 @@ def prepare(tracked: Mapping[str, Any], state_bytes: int, slot_client: SlotClien
         slot_client: None, or one of a rank that is not local leader, reserves no slot.
 
     """
-    reserves = slot_client is not None and slot_client.is_local_leader
+    leader_client = slot_client if slot_client is not None and slot_client.is_local_leader else None
     slot_bytes = slot_memory.estimate_slot_bytes(state_bytes)
-    if slot_client is not None and reserves:
-        slot_client.prepare_slots(slot_bytes, is_estimate=True)
+    if leader_client is not None:
+        leader_client.prepare_slots(slot_bytes, is_estimate=True)
     new = (
         torch.empty(to_local(parameter).shape, dtype=parameter.dtype).zero_()
         for item in tracked.values()
@@ -64,8 +64,8 @@ def prepare(tracked: Mapping[str, Any], state_bytes: int, slot_client: SlotClien
         for _ in range(count_state_tensors(group))
     )
     pool = TensorPool(new)
-    if slot_client is not None and reserves:
-        slot_client.reserve(slot_bytes, is_estimate=True, all_now=False)  # waits for the first one
+    if leader_client is not None:
+        leader_client.reserve(slot_bytes, is_estimate=True, all_now=False)  # waits for the first one
     return pool
 
 

@@ -190,13 +190,15 @@ class CheckpointCommitter:
 
     def _has_work(self) -> bool:
         states = self.slot_pool.control_block.read_slots()
-        return bool(self._requests) or slot_memory.next_to_commit(states) is not None
+        newest = slot_memory.newest_complete(states)
+        is_ready = any(_is_ready(request, newest) for request in self._requests)
+        return is_ready or slot_memory.next_to_commit(states) is not None
 
     def _is_retry_due(self) -> bool:
         return 0 < self._retry_at <= time.monotonic()
 
     def _wait_timeout_s(self) -> float | None:
-        if self._incomplete_request is not None:
+        if self._requests or self._incomplete_request is not None:
             return POLL_S
         return max(0.01, self._retry_at - time.monotonic()) if self._retry_at else None
 
@@ -213,8 +215,6 @@ class CheckpointCommitter:
             self._retry_at = 0.0  # `_handle_failure` sets it again
             with contextlib.suppress(MachineError):  # the error is already logged
                 self._commit(state or newest)
-        elif self._requests:
-            time.sleep(POLL_S)
 
     def _complete_request(self, request: _CommitRequest, state: SlotState | None) -> None:
         try:
@@ -225,8 +225,8 @@ class CheckpointCommitter:
         request.finished.set()
 
     def _commit(self, state: SlotState | None, *, show_progress: bool = False) -> Path | None:
-        """Commit a slot unless its snapshot is on disk; return None if it is incomplete."""
-        if state is None or not state.complete:
+        """Commit a complete slot unless its snapshot is on disk; return None if it is overwritten."""
+        if state is None:
             self._retry_at = 0.0
             return None
         generation, step = decode_snapshot_id(state.snapshot_id)

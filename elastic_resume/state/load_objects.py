@@ -111,11 +111,13 @@ def _find_mismatches(
         f"{name}: in the checkpoint, not passed to resume()" for name in stored if name not in tracked
     ]
     for name, item in tracked.items():
-        if name in stored and hasattr(item, "differences"):
+        if name not in stored:
+            continue
+        if hasattr(item, "differences"):
             problems += item.differences(stored[name])
-        if name in stored and isinstance(item, (Optimizer, LRScheduler)):
+        if isinstance(item, (Optimizer, LRScheduler)):
             problems += _find_setting_mismatches(name, item, stored[name])
-        if name not in stored or not isinstance(item, (nn.Module, TrackedTensors)):
+        if not isinstance(item, (nn.Module, TrackedTensors)):
             continue
         canonical = make_name_canonicalizer(item) if isinstance(item, nn.Module) else str
         live = {canonical(key): value for key, value in item.state_dict().items()}

@@ -40,16 +40,15 @@ def main(behaviour: str, steps: int) -> None:
     """Train ``steps`` steps on random numbers."""
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(rank if behaviour == "other-seeds" else 0)
-    width = 5 + rank if behaviour == "other-shapes" else 9 if behaviour == "wider" else 5
+    width = 9 if behaviour == "wider" else 5
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
     if behaviour == "full-disk":
         model.register_buffer("ballast", torch.zeros(1 << 18))
         committer.FIRST_RETRY_S = 3600.0  # only the script's own saves are tried
     optimizer = torch.optim.Adam(model.parameters())
     odd = Odd() if behaviour == "odd" and rank == 1 else None
-    data = er.GlobalBatches(8, 2, seed=rank) if behaviour == "other-order" else None
     every = int(os.environ.get("EVERY", "2"))
-    run = er.resume(model=model, optimizer=optimizer, data=data, track={"odd": odd}, save_every=every)
+    run = er.resume(model=model, optimizer=optimizer, track={"odd": odd}, save_every=every)
     seen: list[int] = []
     run.on_resume(lambda now: seen.append(now.position.step))
     ddp = run.ddp(model)

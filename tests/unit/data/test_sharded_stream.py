@@ -7,9 +7,7 @@ import logging
 import random
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,8 @@ from torch import nn
 import elastic_resume as er
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.data.sharded_stream import ShardedStream
-from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
+from elastic_resume.errors import ConfigError, MismatchError, UsageError
+from tests.support.thread_ranks import ThreadCollectives, run_ranks
 
 SIZES = [5, 0, 9, 1, 12, 3, 7, 7, 2, 10, 4, 6]
 EVERY = sorted((shard, n) for shard, size in enumerate(SIZES) for n in range(size))
@@ -44,29 +43,6 @@ def make(batch_size: int = 2, **more: Any) -> ShardedStream:
     return ShardedStream(range(len(SIZES)), options.pop("read", read), batch_size, **options)
 
 
-class Exchange:
-    """What the ranks of a world of threads share."""
-
-    def __init__(self, size: int) -> None:
-        self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-
-
-class ThreadRank:
-    """One rank of it."""
-
-    def __init__(self, rank: int, exchange: Exchange) -> None:
-        self.rank, self.size, self._exchange = rank, len(exchange.values), exchange
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value."""
-        self._exchange.values[self.rank] = json.dumps(value)
-        self._exchange.barrier.wait()
-        found = [json.loads(text) for text in self._exchange.values]
-        self._exchange.barrier.wait()
-        return found
-
-
 class Step(NamedTuple):
     """One rank's part of a step."""
 
@@ -82,32 +58,21 @@ def train(
     make_stream: Callable[[], ShardedStream] = make,
 ) -> tuple[list[list[Step]], dict[str, Any]]:
     """Count so many steps on each rank, and take one batch more; return them by rank, and the state."""
-    exchange = Exchange(size)
 
-    def run(rank: int) -> tuple[list[Step], dict[str, Any]]:
-        try:
-            stream, found = make_stream(), list[Step]()
-            stream.bind(ThreadRank(rank, exchange), lambda _: None, lambda: None)
-            if state is not None:
-                stream.load_state_dict(json_codec.decode(json.loads(json.dumps(json_codec.encode(state)))))
-            stream.start_epoch(epoch)
-            for batch in stream:
-                if len(found) == steps:
-                    break
-                found.append(Step(batch, stream.loss_weight))
-                stream.count_step()
-            return found, stream.state_dict()
-        except ElasticResumeError:  # every rank has it
-            raise
-        except BaseException:
-            exchange.barrier.abort()
-            raise
+    def run(collectives: ThreadCollectives) -> tuple[list[Step], dict[str, Any]]:
+        stream, found = make_stream(), list[Step]()
+        stream.bind(collectives, lambda _: None, lambda: None)
+        if state is not None:
+            stream.load_state_dict(json_codec.decode(json.loads(json.dumps(json_codec.encode(state)))))
+        stream.start_epoch(epoch)
+        for batch in stream:
+            if len(found) == steps:
+                break
+            found.append(Step(batch, stream.loss_weight))
+            stream.count_step()
+        return found, stream.state_dict()
 
-    if size == 1:  # a loader's worker that is forked in a thread of a pool ends with exit code 1
-        results = [run(0)]
-    else:
-        with ThreadPoolExecutor(size) as pool:
-            results = list(pool.map(run, range(size)))
+    results = run_ranks(size, run)
     assert all(state == results[0][1] for _, state in results)
     assert len({len(found) for found, _ in results}) == 1, "the ranks ended apart"
     return [found for found, _ in results], results[0][1]

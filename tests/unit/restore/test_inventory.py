@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -22,14 +24,23 @@ from elastic_resume.errors import (
 )
 from elastic_resume.events import EventLog
 from elastic_resume.policy import reasons, resume_plan
-from elastic_resume.policy.resume_plan import Inventory, ResumePlan
+from elastic_resume.policy.resume_plan import Inventory, ResumePlan, SavedState
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator
-from elastic_resume.restore.attempt import NodeFailures, RestoreAttempt
-from elastic_resume.restore.sources import list_sources, take_inventory
+from elastic_resume.restore.attempt import NodeFailures, RestoreAttempt, _parse_values_layout
+from elastic_resume.restore.sources import MemorySource, list_sources, take_inventory
+from elastic_resume.restore.streaming import BackgroundTask
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
-from tests.support.checkpoint_samples import RUN, flip_bits, save_checkpoint
+from tests.support.checkpoint_samples import (
+    RUN,
+    SMALL_BLOCK,
+    flip_bits,
+    make_image,
+    make_manifest,
+    save_checkpoint,
+)
 
 NEWER = '{"kind":"elastic_resume checkpoint","format":3}'
 
@@ -121,11 +132,11 @@ def test_inventory_rejects_checkpoint_of_another_run_in_place(node: Path) -> Non
     """The node's own older checkpoint is restored."""
     other = Path(f"{node}-other")
     other.mkdir()
-    save_checkpoint(other, 1, 8).rename(node / checkpoint_name(1, 9))
+    save_checkpoint(other, 7, 8).rename(node / checkpoint_name(7, 9))
     plan = plan_resume(node)
-    assert plan.step == 2
-    assert [(r.name, r.kind) for r in plan.rejected] == [(checkpoint_name(1, 9), "foreign")]
-    assert (node / checkpoint_name(1, 9)).is_dir()
+    assert (plan.step, plan.generation) == (2, 2)
+    assert [(r.name, r.kind) for r in plan.rejected] == [(checkpoint_name(7, 9), "foreign")]
+    assert (node / checkpoint_name(7, 9)).is_dir()
 
 
 def test_inventory_rejects_unreadable_checkpoint_in_place(
@@ -221,6 +232,63 @@ def test_failed_load_quarantines_only_proven_damage(
     assert (node / checkpoint_name(1, 2)).exists() is not moved
 
 
+@pytest.mark.parametrize("source", ["a", "b"])
+def test_state_of_another_size_than_planned_is_not_loaded(node: Path, source: str) -> None:
+    """It was replaced after the inventory, or it is not that of the source."""
+    plan = plan_resume(node)
+    ((_, state),) = plan.holders
+    other = replace(state, nbytes=1)
+    holders = (("a", other if source == "a" else state), ("b", other))
+    failures = execute(make_context(node), replace(plan, source_node=source, holders=holders))
+    kind, reason = failures["a"]
+    assert (kind, "bytes were expected" in reason) == (UnreadableError.kind, True)
+
+
+@pytest.mark.parametrize(("block_bytes", "is_manifests"), [(SMALL_BLOCK, True), (4096, False)])
+def test_served_digests_are_those_of_the_manifest(node: Path, block_bytes: int, is_manifests: bool) -> None:
+    """If it has blocks of that size. They would show bytes that changed in memory."""
+    plan = plan_resume(node)
+    attempt = RestoreAttempt(make_context(node), plan, None)
+    opened = attempt._open_own(plan.holders[0][1])
+    assert [task.join() for task in opened.tasks] == [None]
+    assert opened.manifest is not None
+    claimed = replace(opened.manifest, blocks=("00" * 16,) * len(opened.manifest.blocks))
+    with contextlib.closing(attempt._serve(replace(opened, manifest=claimed), block_bytes)) as server:
+        assert (server.table.get_digest(1) == bytes(16)) == is_manifests
+
+
+def test_lost_connection_to_a_rank_is_no_fault_of_a_state(node: Path) -> None:
+    """It ends the generation."""
+
+    def fail() -> NoReturn:
+        raise ConnectionError("made up")
+
+    loader: Any = None
+    attempt = RestoreAttempt(make_context(node), plan_resume(node), None)
+    attempt._tasks.append(BackgroundTask("test", fail))
+    with pytest.raises(ConnectionError, match="made up"):
+        attempt._load_and_join_tasks(None, loader)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"), [("unreadable corrupt", "corrupt"), ("torn unreadable", "torn"), ("- newer", "newer")]
+)
+def test_rank_that_proved_a_state_invalid_overrules_others(node: Path, kinds: str, kind: str) -> None:
+    """The state of one node may fail on several ranks."""
+    context, plan = make_context(node), plan_resume(node)
+    context.node_by_rank = ["a", "a"]
+    failures = [None if each == "-" else [each, f"is {each}"] for each in kinds.split()]
+    grouped = RestoreAttempt(context, plan, None)._group_failures_by_node(failures)
+    assert grouped == {"a": (kind, f"is {kind}")}
+
+
+@pytest.mark.parametrize("nbytes", [0, 101])
+def test_values_larger_than_the_state_are_refused(nbytes: int) -> None:
+    """Before memory is allocated for them."""
+    with pytest.raises(CorruptError, match=f"announced {nbytes} of 100 bytes"):
+        _parse_values_layout("", nbytes, 100)
+
+
 def test_restore_detects_flipped_bit_before_loading(node: Path) -> None:
     """The quick check at listing time does not read the data."""
     flip_bits(node / checkpoint_name(1, 2) / constants.STATE_FILE, -1)
@@ -243,3 +311,41 @@ def test_newer_format_found_at_open_stops_job(node: Path) -> None:
     with pytest.raises(NoValidCheckpointError, match="Upgrade"):
         resume_plan.choose_resume_plan(exclude(context, plan, inventories, failures), "auto")
     assert (node / checkpoint_name(1, 2)).exists()
+
+
+# ---- the snapshot in memory -------------------------------------------------------------------
+
+
+def fill_slot(client: SlotClient, step: int, run_id: str = RUN) -> None:
+    """Make a state of that step this node's snapshot."""
+    image = make_image(step)
+    manifest = replace(make_manifest(1, step, run_id=run_id), file_bytes=len(image))
+    slot = client.acquire_slot(manifest)
+    assert slot is not None
+    slot.memory[: len(image)] = image
+    client.finish_fill(slot, manifest, on_disk=True)
+
+
+def test_snapshot_of_another_run_is_discarded(node: Path, client: SlotClient) -> None:
+    """The older one of this run is listed."""
+    fill_slot(client, 1)
+    fill_slot(client, 2, "another")
+    listing = MemorySource(make_context(node), client).list_states()
+    assert [state.step for state in listing.saved_states] == [1]
+    assert [(rejected.kind, rejected.version) for rejected in listing.rejected] == [("foreign", (1, 2))]
+
+
+def test_snapshot_that_was_replaced_is_neither_opened_nor_given_up(node: Path, client: SlotClient) -> None:
+    """The newer one is another state."""
+    source = MemorySource(make_context(node), client)
+    states: list[SavedState] = []
+    for step in (1, 2):
+        fill_slot(client, step)
+        states += source.list_states().saved_states
+    for kept in (source, MemorySource(make_context(node), None)):
+        with pytest.raises(UnreadableError, match="no longer in this node's memory"):
+            kept.open(states[0])
+        kept.give_up(states[0], "made up")
+    assert source.list_states().saved_states == (states[1],)
+    source.give_up(states[1], "made up")
+    assert source.list_states().saved_states == (states[0],)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,15 +11,13 @@ from torch import nn
 
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.restore import attempt, warm_memory
 from elastic_resume.restore.sources import open_for_peers
-from elastic_resume.restore.streaming import StreamingBuffer
+from elastic_resume.restore.streaming import Prefetcher, StreamingBuffer
 from elastic_resume.restore.warm_memory import TensorPool, prepare
 from elastic_resume.slots import slot_memory
-from elastic_resume.slots.committer import CheckpointCommitter
-from elastic_resume.slots.ipc import SlotClient, SnapshotServer
-from elastic_resume.slots.slot_pool import SLOT_COUNT, SlotPool
+from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.slots.slot_pool import SLOT_COUNT
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import make_spec
 from tests.support.processes import wait_for
@@ -55,12 +53,15 @@ def write_image(flat: state_dict.FlatState) -> tuple[memoryview, Manifest]:
     return image, manifest
 
 
-def load(tracked: dict[str, object], pool: TensorPool) -> None:
-    """Load a state of one step into ``tracked``, and check that it is that state."""
+def load(tracked: dict[str, object], pool: TensorPool, more: Sequence[state_dict.Leaf] = ()) -> None:
+    """Load a state of one step into ``tracked``, and check that it is that state.
+
+    The image has ``more`` tensors.
+    """
     saved = dict(zip(("model", "optimizer"), build(1), strict=True))
     step(*saved.values())  # type: ignore[arg-type]
     flat = state_dict.flatten(saved)
-    image, manifest = write_image(flat)
+    image, manifest = write_image(replace(flat, leaves=(*flat.leaves, *more)))
     values = attempt.SourceValues(attempt.build_values_layout(Layout.parse(image, len(image)), ()))
     attempt._StateLoader(tracked, manifest, values, pool, 0).load(StreamingBuffer.from_complete(image))
     loaded = state_dict.flatten(tracked)
@@ -87,11 +88,40 @@ def test_optimizer_state_is_loaded_into_prepared_tensors(
     assert not any(pool._tensors.values())  # nothing is left, or nothing was prepared
 
 
+@pytest.mark.parametrize(("min_bytes", "is_prefetched"), [(0, True), (1 << 30, False)])
+def test_large_tensors_that_objects_keep_are_copied_in_threads(
+    min_bytes: int, is_prefetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules copy by themselves, and other local ranks load their own shards."""
+    prefetched: list[str] = []
+
+    class RecordingPrefetcher(Prefetcher):
+        def __init__(self, names: Iterable[str], copy_tensor: Callable[[str], torch.Tensor]) -> None:
+            prefetched.extend(names)
+            super().__init__(names, copy_tensor)
+
+        def close(self) -> None:
+            prefetched.append("closed")
+            super().close()
+
+    monkeypatch.setattr(attempt, "Prefetcher", RecordingPrefetcher)
+    monkeypatch.setattr(attempt, "_MIN_PREFETCH_BYTES", min_bytes)
+    model, optimizer = build(2)
+    shards = [
+        state_dict.Leaf(f"optimizer/m@{rank}of2", torch.ones(2), state_dict.REPLICATED) for rank in (0, 1)
+    ]
+    load({"model": model, "optimizer": optimizer}, TensorPool(), shards)
+    states = [f"optimizer/state/{at}/{key}" for at in (0, 1) for key in ("step", "exp_avg", "exp_avg_sq")]
+    names = [*states, "optimizer/m@0of2"] if is_prefetched else []
+    assert sorted(prefetched) == sorted([*names, "closed"])
+
+
 def test_state_that_a_script_has_loaded_is_not_in_the_pool() -> None:
     """A restore that fails has overwritten the pool, and a cold start would begin from that."""
     model, optimizer = build(2)
     step(model, optimizer)
-    assert not prepare({"model": model, "optimizer": optimizer}, BYTES, None)._tensors
+    elsewhere = torch.optim.Adam(nn.Linear(256, 128, device="meta").parameters())  # nor that of a GPU
+    assert not prepare({"model": model, "optimizer": optimizer, "other": elsewhere}, BYTES, None)._tensors
 
 
 def test_tensors_of_another_shape_or_dtype_are_left() -> None:
@@ -121,22 +151,6 @@ def test_count_state_tensors_of_optimizers(group: dict[str, object], count: int)
     assert warm_memory.count_state_tensors(group) == count
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[SlotClient]:
-    """Yield a local leader's connection to the committer of a node without a snapshot."""
-    with NodeDir.claim(tmp_path, "job", "n0") as node_dir:
-        pool = SlotPool(1 << 26)
-        committer = CheckpointCommitter(node_dir.path, "job", pool, emit=lambda *_, **__: None)
-        server = SnapshotServer(committer)
-        committer.start()
-        server.start()
-        slot_client = SlotClient(server.socket_name, 0, is_local_leader=True)
-        yield slot_client
-        slot_client.close()
-        server.close()
-        committer.close()
-
-
 @pytest.mark.parametrize(("expected_bytes", "is_reused"), [(BYTES, True), (BYTES // 2, False)])
 def test_received_state_goes_into_prepared_slot(
     expected_bytes: int, is_reused: bool, client: SlotClient, monkeypatch: pytest.MonkeyPatch
@@ -153,3 +167,10 @@ def test_received_state_goes_into_prepared_slot(
     assert ((opened.slot.index, opened.slot.serial) in prepared) == is_reused
     if not is_reused:
         assert not prepared & {(s.index, s.serial) for s in client.control_block.read_slots()}
+
+
+def test_only_the_local_leader_reserves_slots(client: SlotClient) -> None:
+    """The other ranks of its node map them."""
+    client.is_local_leader = False
+    prepare({}, BYTES, client)
+    assert not client.control_block.read_slots()

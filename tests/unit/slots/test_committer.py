@@ -24,6 +24,7 @@ from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check
 from elastic_resume.checkpoint.writer import RetentionPolicy
+from elastic_resume.console import ByteProgress
 from elastic_resume.errors import MachineError
 from elastic_resume.policy.digests import is_digest
 from elastic_resume.slots import committer as committers
@@ -118,13 +119,33 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def test_requested_snapshot_is_committed_and_no_other(fixture: CommitterFixture) -> None:
     """The bytes in memory become a safetensors file."""
-    write_snapshot(fixture.slot(0), 1)
+    write_snapshot(fixture.slot(0), 3)
     snapshot_id = fixture.write_requested(1, 2)
     wait_until(lambda: fixture.slot(1).record.get("committed") == snapshot_id)
-    assert fixture.committed_names() == [checkpoint_name(1, 2)]
     data = (fixture.node_dir / checkpoint_name(1, 2) / "state.safetensors").read_bytes()
     assert data == bytes(fixture.slot(1).image())
+    fixture.committer.request_commit(snapshot_id)  # the thread looks at the slots once more
+    wait_until(lambda: fixture.committer._incomplete_request is None)
+    fixture.committer.close()
+    assert fixture.committed_names() == [checkpoint_name(1, 2)]
     assert fixture.kinds() == ["commit"]
+
+
+def test_progress_is_shown_only_to_caller_that_waits(
+    fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on during all other commits."""
+    shown: list[str] = []
+
+    def show(what: str, total_bytes: int) -> ByteProgress:
+        shown.append(what)
+        return ByteProgress(what, total_bytes)
+
+    monkeypatch.setattr(committers, "ByteProgress", show)
+    fixture.write_requested(0, 1)
+    wait_until(lambda: fixture.kinds() == ["commit"])
+    fixture.committer.commit(write_snapshot(fixture.slot(1), 2))
+    assert shown == ["writing the checkpoint of step 2"]
 
 
 def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixture) -> None:
@@ -348,15 +369,17 @@ def test_commit_does_not_wait_for_thread_that_does_not_run(tmp_path: Path) -> No
 def test_commit_returns_none_when_time_is_over(
     fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller's time, or that of ranks which do not finish their copies; then no thread polls."""
+    """That of ranks which do not finish their copies, after which no thread polls; or the caller's."""
     committer = fixture.committer
     snapshot_id = write_snapshot(fixture.slot(0), 1, share_count=2, commit_requested=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(committers, "COPY_TIMEOUT_S", 0.05)
+        committer.request_commit(snapshot_id)
+        assert committer.commit(snapshot_id) is None
+        wait_until(lambda: committer._incomplete_request is None)
+        assert committer._wait_timeout_s() is None
     assert committer.commit(snapshot_id, timeout_s=0.05) is None
-    monkeypatch.setattr(committers, "COPY_TIMEOUT_S", 0.05)
-    committer.request_commit(snapshot_id)
-    assert committer.commit(snapshot_id) is None
-    wait_until(lambda: committer._incomplete_request is None)
-    assert committer._wait_timeout_s() is None
+    assert committer._wait_timeout_s() == committers.POLL_S
     assert fixture.committed_names() == fixture.kinds() == []
 
 

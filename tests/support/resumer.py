@@ -1,7 +1,8 @@
-"""Write snapshots and checkpoints, resume from them, and print the result, for test_restore.py.
+"""Write snapshots and checkpoints, resume from them, and return the result, for tests of restore/.
 
-The argument is JSON: a list of cases, which the same processes do in turn. A case has "env", with a dict of
-variables for each rank, and "states_by_node": node -> {"memory": [generation, step], "disk": [[generation,
+As a script it does so on a rank of real processes, and prints the result. Its argument is JSON: a list of
+cases, which the same processes do in turn. A case has "env", with a dict of variables for each rank, and
+"states_by_node": node -> {"memory": [generation, step], "disk": [[generation,
 step], ...], "flip": position of a flipped bit in the checkpoint (0 to 1), "slots": false, "fail": failpoints,
 "hurt": word of the slot's record that holds the position of a flipped bit, "value": value of all tensors}.
 By default the values follow from the step; BatchNorm's buffers follow from the node.
@@ -9,9 +10,11 @@ By default the values follow from the step; BatchNorm's buffers follow from the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,14 +29,13 @@ from elastic_resume.checkpoint.writer import CheckpointTransaction
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
+from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator as resuming
 from elastic_resume.restore.streaming import StreamingBuffer
-from elastic_resume.slots.committer import CheckpointCommitter
-from elastic_resume.slots.ipc import SlotClient, SnapshotServer
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
-from elastic_resume.slots.slot_pool import SlotPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED
 from elastic_resume.training import announce
@@ -120,60 +122,66 @@ def _copy(place: RankContext, order: list[int], own: float, value: float) -> tup
     return manifest, memoryview(b"".join(map(bytes, direct_write.iter_state_chunks(flat, layout))))
 
 
-def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]:
+def resume(world: Collectives, environ: Mapping[str, str], states_by_node: dict[str, Any]) -> dict[str, Any]:
     """Write this rank's states, resume, and return the result."""
-    settings = Settings.for_worker(os.environ, "resumer.py", run_id="job")
+    settings = Settings.for_worker(environ, "resumer.py", run_id="job")
     events = settings.ckpt_dir / "job" / settings.node_name / constants.EVENTS_FILE
     place = RankContext(world, settings, EventLog(events, node=settings.node_name))
     mine = states_by_node.get(place.node, {})
-    if place.is_local_leader:
-        node_dir = NodeDir.claim(settings.ckpt_dir, "job", place.node)
-    world.gather(None)
-    if not place.is_local_leader:
-        node_dir = NodeDir.attach(settings.ckpt_dir, "job", place.node)
-    memory = name = committer = None
-    if place.is_local_leader and mine.get("slots", True):
-        slot_pool = SlotPool(1 << 30)
-        committer = CheckpointCommitter(place.node_dir, "job", slot_pool, emit=lambda *_, **__: None)
-        committer.start()
-        server = SnapshotServer(committer)
-        server.start()
-        name = server.socket_name
-    name = world.gather(name)[place.local_leader_by_node[place.node]]
-    if name is not None:
-        memory = SlotClient(name, place.local_rank, is_local_leader=place.is_local_leader)
-    if place.is_local_leader:
-        make(place, memory, mine)
-    world.gather(None)
-    failpoints._failpoints_by_name.update(failpoints._parse(mine.get("fail", "")))
-    live = objects(0.0, 0.0)
-    result: dict[str, Any] = {}
-    try:
-        progress_page = ProgressPage(place.node_dir / constants.PROGRESS_FILE)
-        resumed = resuming.restore(place, node_dir, progress_page, memory, live)
-        result = announce.resume_event_fields(
-            resumed, Position(0, resumed.plan.step, resumed.plan.step, 0), world.size
-        )
-        result["on_disk"] = resumed.on_disk
-    except ElasticResumeError as error:
-        result["error"] = str(error)
-    failpoints._failpoints_by_name.clear()
-    result |= read_values(live)
-    held = memory.find_newest() if memory is not None else None
-    result["held"] = list(held.manifest.version) if held is not None else None
-    if held is not None:
-        image = StreamingBuffer.from_complete(held.image)
-        result["held_buffer"] = float(image.get_tensor("model/1.running_mean").mean())
-    if committer is not None and held is not None:
-        committer.commit()
-    world.gather(None)
-    entries = Catalog(place.node_dir, "job").list_valid(read_data=True) if place.is_local_leader else []
-    result["disk"] = [list(entry.version) for entry in entries]
-    if committer is not None:
-        server.close()
-        committer.close()
-    node_dir.release()
+    with contextlib.ExitStack() as cleanup:
+        if place.is_local_leader:
+            node_dir = NodeDir.claim(settings.ckpt_dir, "job", place.node)
+        world.gather(None)
+        if not place.is_local_leader:
+            node_dir = NodeDir.attach(settings.ckpt_dir, "job", place.node)
+        cleanup.callback(node_dir.release)
+        memory = connect(place, cleanup, has_slots=mine.get("slots", True))
+        if place.is_local_leader:
+            make(place, memory, mine)
+        world.gather(None)
+        failpoints._failpoints_by_name.update(failpoints._parse(mine.get("fail", "")))
+        live = objects(0.0, 0.0)
+        result = restore(place, node_dir, memory, live) | read_values(live)
+        world.gather(None)
+        failpoints._failpoints_by_name.clear()
+        held = memory.find_newest() if memory is not None else None
+        result["held"] = list(held.manifest.version) if held is not None else None
+        if memory is not None and held is not None:
+            result["commit_requested"] = held.slot.record.get("commit_requested") > 0
+            image = StreamingBuffer.from_complete(held.image)
+            result["held_buffer"] = float(image.get_tensor("model/1.running_mean").mean())
+            if place.is_local_leader:
+                memory.commit(held.snapshot_id)
+        world.gather(None)
+        entries = Catalog(place.node_dir, "job").list_valid(read_data=True) if place.is_local_leader else []
+        result["disk"] = [list(entry.version) for entry in entries]
     return result
+
+
+def connect(place: RankContext, cleanup: contextlib.ExitStack, *, has_slots: bool) -> SlotClient | None:
+    """Connect to the node's committer, which its local leader starts; return None if it has no slots."""
+    name = rank_context._start_committer(place, cleanup) if place.is_local_leader and has_slots else None
+    name = place.collectives.gather(name)[place.local_leader_by_node[place.node]]
+    if name is None:
+        return None
+    memory = SlotClient(name, place.local_rank, is_local_leader=place.is_local_leader)
+    cleanup.callback(memory.close)
+    return memory
+
+
+def restore(
+    place: RankContext, node_dir: NodeDir, memory: SlotClient | None, live: dict[str, Any]
+) -> dict[str, Any]:
+    """Restore, and return what is announced, or the error."""
+    progress_page = ProgressPage(place.node_dir / constants.PROGRESS_FILE)
+    try:
+        resumed = resuming.restore(place, node_dir, progress_page, memory, live)
+    except ElasticResumeError as error:
+        return {"error": str(error)}
+    position = Position(0, resumed.plan.step, resumed.plan.step, 0)
+    fields = announce.resume_event_fields(resumed, position, place.collectives.size)
+    manifest_step = resumed.manifest.step if resumed.manifest is not None else None
+    return {**fields, "on_disk": resumed.on_disk, "manifest_step": manifest_step}
 
 
 def read_values(live: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +198,7 @@ def main(cases: list[dict[str, Any]]) -> None:
     before = dict(os.environ)
     for case in cases:
         os.environ.update(case["env"][world.rank])
-        print(json.dumps(resume(world, case["states_by_node"])), flush=True)
+        print(json.dumps(resume(world, os.environ, case["states_by_node"])), flush=True)
         os.environ.clear()
         os.environ.update(before)
 
