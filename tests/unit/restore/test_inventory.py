@@ -335,17 +335,19 @@ def test_snapshot_of_another_run_is_discarded(node: Path, client: SlotClient) ->
     assert [(rejected.kind, rejected.version) for rejected in listing.rejected] == [("foreign", (1, 2))]
 
 
-def test_snapshot_that_was_replaced_is_neither_opened_nor_given_up(node: Path, client: SlotClient) -> None:
-    """The newer one is another state."""
+def test_each_snapshot_is_listed_newest_first_and_given_up_alone(node: Path, client: SlotClient) -> None:
+    """An earlier one is read for the proof of a resume. What is gone is neither opened nor given up."""
     source = MemorySource(make_context(node), client)
-    states: list[SavedState] = []
     for step in (1, 2):
         fill_slot(client, step)
-        states += source.list_states().saved_states
+    newest, earlier = source.list_states().saved_states
+    assert (newest.step, earlier.step) == (2, 1)
+    assert bytes(source.open(earlier).buffer.memory) == bytes(make_image(1))
+    gone = replace(earlier, step=9)
     for kept in (source, MemorySource(make_context(node), None)):
         with pytest.raises(UnreadableError, match="no longer in this node's memory"):
-            kept.open(states[0])
-        kept.give_up(states[0], "made up")
-    assert source.list_states().saved_states == (states[1],)
-    source.give_up(states[1], "made up")
-    assert source.list_states().saved_states == (states[0],)
+            kept.open(gone)
+        kept.give_up(gone, "made up")
+    assert source.list_states().saved_states == (newest, earlier)
+    source.give_up(newest, "made up")
+    assert source.list_states().saved_states == (earlier,)
