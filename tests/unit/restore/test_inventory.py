@@ -24,7 +24,7 @@ from elastic_resume.errors import (
 )
 from elastic_resume.events import EventLog
 from elastic_resume.policy import reasons, resume_plan
-from elastic_resume.policy.resume_plan import Inventory, ResumePlan, SavedState
+from elastic_resume.policy.resume_plan import Inventory, ResumePlan
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator
