@@ -55,7 +55,8 @@ Kinds, their writers and their own fields::
                                      [node], rejected [{node, generation, step, reason}],
                                      recomputed_steps, seconds
     proof                 rank 0     generation, step, first_step, verdict (proved | rounding | not proved),
-                                     ranks, rounding, seconds, message; steps were computed again
+                                     ranks, rounding, within_epoch, seconds, message; steps were computed
+                                     again
     worker-start          worker     generation, rank, local_rank, world_size, step, gpu (UUID of the model's
                                      device, or null); the state is loaded
     restartable           worker     generation, rank, local_rank, start_s (from its start to er.resume),
@@ -74,7 +75,8 @@ Kinds, their writers and their own fields::
     quarantine            worker     path, reason
     failure               worker     generation, rank, step, type, message (its first line), detail (the
                                      others), cause and cause_type (the exception of a GPU that led to
-                                     it), frame, deterministic, traceback; an exception ended the worker
+                                     it), frame, deterministic, is_proving (steps were computed again),
+                                     traceback; an exception ended the worker
     fault                 (none)     number, what, where, when, node, rank, message; injected, in
                                      faults.jsonl
     run-end               worker     generation, rank, step, epoch, stalled_s; the script's epochs are done

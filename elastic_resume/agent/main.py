@@ -340,7 +340,12 @@ def _read_limits(args: argparse.Namespace, given_flags: set[str]) -> restart.Res
     """
     limits = restart.RestartLimits()
     if "max_restarts" in given_flags or "PET_MAX_RESTARTS" in os.environ:
-        limits = replace(limits, max_no_progress=restart.UNLIMITED, max_same_failures=restart.UNLIMITED)
+        limits = replace(
+            limits,
+            max_no_progress=restart.UNLIMITED,
+            max_same_failures=restart.UNLIMITED,
+            max_restarts=args.max_restarts,
+        )
     if args.max_no_progress is not None:
         limits = replace(limits, max_no_progress=args.max_no_progress)
     if args.exclude_after is not None:

@@ -71,6 +71,7 @@ class RestartController:
         self._limits = limits or restart.RestartLimits()
         self._memory_monitor = memory_monitor
         self._history: tuple[GenerationResult, ...] = ()
+        self._own_failures = 0  # generations that workers of this node ended by a failure
         self._view: StartWorkers | None = None  # the newest with this node
         self._view_end: StopReason | None = None  # why other nodes ended it
         self._log_offset = 0  # offset in the event log at which that generation begins
@@ -151,8 +152,12 @@ class RestartController:
         decision: restart.RestartDecision = restart.decide_own_exclusion(
             self._node, result.failures, self.find_gpu_faults()
         )
+        self._own_failures += view_end is None and result.failed
         if isinstance(decision, Continue) and root_cause is not None and root_cause.is_deterministic:
             decision = restart.decide_restart(self._history, self._limits)
+        if isinstance(decision, Continue) and self._own_failures > self._limits.max_restarts:
+            failure = root_cause or Failure(failure_classification.EXIT, self._node, None)
+            decision = GiveUp(restart.RestartsExhausted(failure))
         if not isinstance(decision, Continue):
             self._emit_verdict(self.generation, None, decision)
             self._carry_out(decision)

@@ -445,8 +445,7 @@ def prepare_launch(
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
     one_node = options.parse_nnodes(args.nnodes) == (1, 1)
     _choose_rendezvous(args, given_flags, one_node=one_node)
-    if "max_restarts" not in given_flags:
-        args.max_restarts = UNLIMITED_RESTARTS
+    args.max_restarts = UNLIMITED_RESTARTS  # the restart controller counts: not each restart is a failure
     if "monitor_interval" not in given_flags:
         args.monitor_interval = MONITOR_INTERVAL_S
     with contextlib.ExitStack() as stack:

@@ -39,7 +39,7 @@ FAILURE_KINDS = (
 NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
 """Kinds that say nothing about a worker: the node came or went, or two nodes cannot reach each other."""
 NOT_PROVED = "not-proved"
-"""No failure: the workers' resume was not proved, and they go back to the kept state."""
+"""No failure: the workers' resume was not proved, or they failed meanwhile. They go back to a kept state."""
 
 """Characters of each text: a failure travels to every node."""
 _SECONDARY_PATTERN = re.compile(
@@ -388,6 +388,8 @@ def _classify_exception(
         bool(report.get("deterministic")),
         gpu_error=gpu_error,
     )
+    if report.get("is_proving") is True and gpu_error is None and not failure.is_secondary:
+        return replace(failure, kind=NOT_PROVED)  # in the steps that are computed again
     return _refine_kind(failure, memory_pressure)
 
 

@@ -10,6 +10,7 @@ Both snapshots are of one generation. Else the earlier one could be the result o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,16 +18,20 @@ from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, Inventory, ResumePlan, SavedState
 from elastic_resume.units import format_count, to_printable
 
-PROVED, ROUNDING, NOT_PROVED = "proved", "rounding", "not proved"
+PROVED, ROUNDING, RESUMED, NOT_PROVED = "proved", "rounding", "resumed", "not proved"
 OFF, FIRST, ALWAYS, STOP = "off", "first", "always", "stop"
 MODES = (FIRST, ALWAYS, OFF, STOP)
 REHEARSE = "rehearse"  # as ALWAYS, and with another number of ranks too; `testing.rehearsal` sets it
-MAX_PROOFS = 3  # of a script that is not proved; then its resumes cost no more than without a proof
+MAX_PROOFS = 3  # that do not end well; then resumes cost no more than without a proof
 # A difference may appear some steps after its cause, such as a base learning rate or an accumulated gradient.
 MAX_PREFERRED_STEPS = 5
-# Part of the steps' own change. Wrong resumes differed by 0.03 or more of it.
+# Part of the steps' own change of a tensor. Wrong resumes differed by 0.03 or more of it.
 MAX_ROUNDING = 1e-3
+# Some tensors change by rounding alone, such as the bias of keys in attention under Adam.
+ROUNDED_SHARE = 0.9
+UNMEASURED = 1e9
 MAX_NAMED = 4
+HYPERPARAMETERS = ("optimizer", "scheduler")
 PAGE = "docs/guides/check-your-port.md"
 
 Moment = tuple[tuple[int, int], int]  # version and epoch of a saved state: the order of saved states
@@ -45,9 +50,9 @@ class DifferingValue:
 class RankComparison:
     """What one rank has compared.
 
-    ``differences`` are the first of ``count``. ``beyond_rounding``: more differs than the values of floating
-    point tensors. ``error`` is the size of what differs, ``change`` that of what the steps changed, both the
-    root of a sum of squares over all elements; ``change`` is 0 if unknown.
+    ``differences`` are the first of ``count``. ``beyond_rounding``: more differs than elements of floating
+    point tensors. ``rounding`` is how much they differ, as a part of what the steps changed (see
+    `summarize_ratios`). ``is_batch_changed``: the steps have read another number of samples.
     """
 
     tensors: int
@@ -55,8 +60,22 @@ class RankComparison:
     differences: tuple[DifferingValue, ...] = ()
     count: int = 0
     beyond_rounding: bool = False
-    error: float = 0.0
-    change: float = 0.0
+    rounding: float = 0.0
+    is_batch_changed: bool = False
+
+
+def summarize_ratios(errors: Sequence[float], changes: Sequence[float]) -> float:
+    """Return how much tensors differ as a part of how much the steps changed them; `UNMEASURED` if unknown.
+
+    ``errors`` and ``changes`` are the norms of both for each differing tensor. It is the greater of two: the
+    ratio that nine tenths of the tensors do not exceed, and that of all tensors together.
+    """
+    ratios = [error / change if change else UNMEASURED for error, change in zip(errors, changes, strict=True)]
+    ratios = sorted(min(UNMEASURED, ratio) for ratio in ratios)  # so NaN counts as unmeasured
+    most = ratios[max(0, math.ceil(ROUNDED_SHARE * len(ratios)) - 1)]
+    total = math.hypot(*changes)
+    worst = max(most, math.hypot(*errors) / total if total else UNMEASURED)
+    return min(UNMEASURED, worst)
 
 
 @dataclass(frozen=True)
@@ -74,22 +93,26 @@ class Verdict:
     rounding: float = 0.0
     reason: str = ""
     """Why nothing could be compared."""
-    is_resized: bool = False
-    """The number of ranks has changed, so that sums are rounded differently, and each rank draws others."""
+    within_epoch: bool = True
+    """The steps do not begin with an epoch. If they do, a resume within one is still to be proved."""
+    is_batch_changed: bool = False
 
 
-def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int | None) -> ResumePlan:
+def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) -> ResumePlan:
     """Choose the state to resume from: the newest, or an earlier one from which the newest is computed again.
 
-    ``mode`` and errors are those of `resume_plan.choose_resume_plan`. ``world_size`` is the number of ranks;
-    None proves with any number of ranks, where only schedules and hyperparameters can be equal.
+    ``mode`` and errors are those of `resume_plan.choose_resume_plan`.
     """
     plan = resume_plan.choose_resume_plan(inventories, mode)
     base = _find_base(inventories, plan, world_size)
     if base is None:
         return plan
     earlier = [
-        replace(each, saved_states=tuple(s for s in each.saved_states if _moment(s) <= base), rejected=())
+        replace(
+            each,
+            saved_states=tuple(s for s in each.saved_states if _moment(s) <= _moment(base)),
+            rejected=(),
+        )
         for each in inventories
     ]
     replay = resume_plan.choose_resume_plan(earlier, mode)
@@ -105,36 +128,43 @@ def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int | N
     )
 
 
-def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: int | None) -> Moment | None:
+def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: int) -> SavedState | None:
     """Return the earlier state to resume from, or None if there is to be no proof."""
     newest = plan.saved_state_for(plan.source_node)
     if newest is None or newest.tier != MEMORY or not all(each.wants_proof for each in inventories):
         return None
     if any(each.replayed_version >= newest.version for each in inventories):
         return None  # the replay of that state has ended without a verdict, or the state was not proved
+    if len(plan.holders) < min(2, len(inventories)):
+        return (
+            None  # the newest state would be lost with its only node, as nothing is sent before the verdict
+        )
     leader_by_node = {each.node: each.local_leader_rank for each in inventories}
     has_moved = any(
         state.writer_rank != leader_by_node[node] for node, state in plan.holders if state.owner_node == node
     )
     sizes = {each.last_world_size for each in inventories if each.last_generation == newest.generation}
-    if has_moved or (world_size is not None and sizes != {world_size}):
+    may_resize = all(each.proves_any_size for each in inventories)
+    if has_moved or not (may_resize or sizes == {world_size}):
         return None  # other ranks read other samples and draw other random numbers
-    earlier = sorted(
-        _moment(state)
-        for each in inventories
-        for state in each.saved_states
-        if each.node == plan.source_node
-        and (state.tier, state.generation) == (MEMORY, newest.generation)
-        and _moment(state) < _moment(newest)
-    )
-    target = _moment(newest)
-    # Before the end of an epoch nothing is left to read: a script that uses its last batch there would fail.
-    usable = [
-        one for one in earlier if all(other[0] != one[0] for other in [*earlier, target] if other > one)
+    return _choose_base(next(i.saved_states for i in inventories if i.node == plan.source_node), newest)
+
+
+def _choose_base(states: Sequence[SavedState], newest: SavedState) -> SavedState | None:
+    """Choose among the states of the source: within the epoch, and some steps back if that costs little."""
+    earlier = [
+        state
+        for state in states
+        if (state.tier, state.generation) == (MEMORY, newest.generation) and _moment(state) < _moment(newest)
     ]
-    near = [one for one in usable if newest.step - one[0][1] <= MAX_PREFERRED_STEPS]
-    in_epoch = [one for one in near if one[1] == newest.epoch]
-    return min(in_epoch or near, default=max(usable, default=None))
+    # Before the end of an epoch nothing is left to read: a script that uses its last batch there would fail.
+    later = [*earlier, newest]
+    usable = [one for one in earlier if not any(s.step == one.step and s.epoch > one.epoch for s in later)]
+    near = [one for one in usable if newest.step - one.step <= MAX_PREFERRED_STEPS]
+    within = [one for one in near if one.step_in_epoch]
+    same_epoch = [one for one in within if one.epoch == newest.epoch]
+    chosen = same_epoch or within or near
+    return min(chosen, key=_moment) if chosen else max(usable, key=_moment, default=None)
 
 
 def _moment(state: SavedState) -> Moment:
@@ -147,33 +177,37 @@ def judge(
     comparisons: Sequence[RankComparison],
     reason: str = "",
     *,
+    within_epoch: bool = True,
     is_resized: bool = False,
 ) -> Verdict:
     """Judge the comparisons of all ranks that could compare. ``reason``: why the steps were not reached.
 
-    ``is_resized``: the number of ranks has changed; then only what is no floating point tensor counts.
+    For the others see `Verdict`. If the number of ranks has changed, only what is no floating point tensor
+    counts.
     """
     verdict = Verdict(
-        PROVED,
+        RESUMED if is_resized else PROVED,
         first_step,
         step,
         max((each.tensors for each in comparisons), default=0),
         max((each.values for each in comparisons), default=0),
         len(comparisons),
-        is_resized=is_resized,
+        within_epoch=within_epoch,
+        is_batch_changed=any(each.is_batch_changed for each in comparisons),
     )
     if reason:
         return replace(verdict, kind=NOT_PROVED, reason=reason)
     worst = max(comparisons, key=lambda each: each.count, default=None)
-    if worst is None or not worst.count:
+    if worst is None:
         return verdict
-    differing = [each for each in comparisons if each.count]
-    rounding = max(each.error / each.change if each.change else 1.0 for each in differing)
-    is_rounding = (is_resized or rounding <= MAX_ROUNDING) and not any(
-        each.beyond_rounding for each in differing
-    )
-    kind = ROUNDING if is_rounding else NOT_PROVED
-    return replace(verdict, kind=kind, differences=worst.differences, count=worst.count, rounding=rounding)
+    rounding = max(each.rounding for each in comparisons)
+    verdict = replace(verdict, differences=worst.differences, count=worst.count, rounding=rounding)
+    is_beyond = any(each.beyond_rounding for each in comparisons)
+    if is_resized:
+        return replace(verdict, kind=NOT_PROVED) if is_beyond and not verdict.is_batch_changed else verdict
+    if not worst.count:
+        return verdict
+    return replace(verdict, kind=NOT_PROVED if is_beyond or rounding > MAX_ROUNDING else ROUNDING)
 
 
 def describe(verdict: Verdict) -> str:
@@ -190,12 +224,26 @@ def describe(verdict: Verdict) -> str:
         f"{format_count(verdict.ranks, 'rank')}"
     )
     if verdict.kind == PROVED:
-        return f"the resume is proved: {what}, with the same bits in {compared}"
-    if verdict.kind == ROUNDING and verdict.is_resized:
+        text = f"the resume is proved: {what}, with the same bits in {compared}"
         return (
-            f"the resume with another number of ranks keeps the schedule: {what}; hyperparameters, "
-            "schedules and all other values that are no tensors are the same; weights differ by "
-            f"{verdict.rounding:.1g} of what the steps changed"
+            text
+            if verdict.within_epoch
+            else f"{text}. It began with an epoch; one within is still to be proved"
+        )
+    named = "; ".join(f"{each.name}: {each.text}" for each in verdict.differences[:MAX_NAMED])
+    more = f"; and {verdict.count - MAX_NAMED} more" if verdict.count > MAX_NAMED else ""
+    if verdict.kind == RESUMED:
+        text = f"it resumed with another number of ranks and trained on: {what}"
+        if verdict.is_batch_changed:
+            text += "; the global batch has changed with the ranks, so weights are not compared"
+            hint = "it may follow from the number of steps in an epoch, which has changed"
+            return f"{text}. {named}{more}: {hint}" if named else f"{text}; hyperparameters are the same"
+        if named:
+            text += f"; {named}{more}"
+        return (
+            f"{text}; hyperparameters and schedules are the same; weights differ by {verdict.rounding:.1g} "
+            "of what the steps changed, as they do by rounding, or by what each rank draws for dropout and "
+            "augmentation"
         )
     if verdict.kind == ROUNDING:
         return (
@@ -205,8 +253,6 @@ def describe(verdict: Verdict) -> str:
         )
     if verdict.reason:
         return f"THE RESUME IS NOT PROVED: {verdict.reason}"
-    named = "; ".join(f"{each.name}: {each.text}" for each in verdict.differences[:MAX_NAMED])
-    more = f"; and {verdict.count - MAX_NAMED} more" if verdict.count > MAX_NAMED else ""
     text = f"THE RESUME IS NOT PROVED: {what}, and the result differs: {named}{more}. {_find_cause(verdict)}"
     return to_printable(text, 2000)
 
@@ -214,12 +260,15 @@ def describe(verdict: Verdict) -> str:
 def _find_cause(verdict: Verdict) -> str:
     """Return what usually causes such differences."""
     names = [each.name for each in verdict.differences if not each.is_tensor]
-    if any(name.startswith(("optimizer", "scheduler")) for name in names):
+    if any(name.endswith(("/last_epoch", "/_step_count")) for name in names):
+        return "Usual cause: scheduler.step() comes after run.step(): put it before."
+    if any(name.startswith(HYPERPARAMETERS) for name in names):
         return (
             "Usual cause: a learning rate or another hyperparameter that the script computes from a number "
-            "of its own, such as the loop's index: compute it from run.position."
+            "of its own, such as the loop's index: compute it from run.position, such as run.position.step."
         )
     return (
-        "Usual causes: samples or random numbers in another order; requires_grad changed while training; "
-        "something that the script keeps and no tracked object holds, such as a counter or an average."
+        "Usual causes: something that the script keeps and no tracked object holds, such as an average, a "
+        "counter, or parameters that only the optimizer has: pass it in track=; a second loader or a generator "
+        "of your own: data=, er.seeded or track=; requires_grad changed while training."
     )

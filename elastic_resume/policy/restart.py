@@ -55,13 +55,15 @@ class RestartLimits:
     """The limits that a user can set.
 
     ``exclude_after``: exclude a node that alone caused so many failures in a row, even if steps advance. 0:
-    exclude it only where the job would otherwise give up.
+    exclude it only where the job would otherwise give up. ``max_restarts``: how often one node's own workers
+    may fail, whether or not steps advance.
     """
 
     max_no_progress: int = MAX_NO_PROGRESS
     exclude_after: int = 0
     max_same_failures: int = MAX_SAME_FAILURES
     min_nodes: int = 1
+    max_restarts: int = UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class EndedElsewhere:
 
 @dataclass(frozen=True, slots=True)
 class RestartsExhausted:
-    """torchelastic restarts no more."""
+    """The workers of a node have failed more often than ``--max-restarts`` allows."""
 
     failure: Failure
 

@@ -29,6 +29,7 @@ class SavedState:
 
     ``owner_node`` is the node whose directory or memory holds it. ``nbytes`` is its size in bytes. ``epoch``
     distinguishes two states of an epoch's last step: one before and one after the end-of-epoch code ran.
+    ``step_in_epoch`` is 0 at the begin of an epoch.
     """
 
     owner_node: str
@@ -38,6 +39,7 @@ class SavedState:
     tier: str = DISK
     nbytes: int = 0
     epoch: int = 0
+    step_in_epoch: int = 0
 
     @property
     def version(self) -> tuple[int, int]:
@@ -70,7 +72,8 @@ class Inventory:
 
     ``committed_generation`` is the newest generation that had a checkpoint on this node, even if it has been
     deleted. ``has_restarted`` and ``command`` (script and arguments of the last start) are for messages only.
-    ``wants_proof`` and ``replayed_version`` (of the newest state that was computed again) are for `proof`.
+    The last three are for `proof`: whether the node wants one, with any number of ranks too, and the version
+    of the newest state that was to be computed again.
     """
 
     node: str
@@ -85,6 +88,7 @@ class Inventory:
     has_restarted: bool = False
     command: tuple[str, ...] = ()
     wants_proof: bool = False
+    proves_any_size: bool = False
     replayed_version: tuple[int, int] = (0, 0)
 
 

@@ -200,7 +200,7 @@ def describe_event(kind: str, reason: Any, *, node: str, generation: int) -> str
 def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -> str:
     last = describe_failure(reason.failure)
     match reason:
-        case restart.SameErrorAgain(failure) if failure.kind == failures.NOT_PROVED:
+        case restart.SameErrorAgain(failure) if failure.type == "NotProvedError":
             return f"{last}."
         case restart.SameErrorAgain():
             return f"{last}. Starting again would meet the same error."
@@ -277,7 +277,7 @@ def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str
         return "a worker exited without reporting an error"
     if failure.kind in failures.NODE_FAILURE_KINDS:
         return to_printable(f"node {failure.node} {_describe_cause(failure)}")
-    if failure.kind == failures.NOT_PROVED:  # alike on all ranks
+    if failure.type == "NotProvedError":  # alike on all ranks
         return to_printable(failure.message.rstrip("."), MAX_CHARS)
     if isinstance(failure.cause, GpuFault) and failure.rank is None:
         return _describe_gpu(failure.cause) + (f" on node {failure.node}" if with_node else "")
@@ -286,6 +286,8 @@ def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str
         subject += f" on node {failure.node}"
     if failure.nodes > 1:
         subject += f" (and alike on {failure.nodes - 1} more)"
+    if failure.kind == failures.NOT_PROVED:
+        subject += ", which computed steps again to prove its resume,"
     error = ": ".join(part for part in (failure.type, failure.message.rstrip(".")) if part)
     where = f" ({failure.frame})" if failure.frame else ""
     text = f"{subject} {_describe_cause(failure)}" + (f": {error}{where}" if error else where)

@@ -7,6 +7,7 @@ their own shards: the rest may differ between ranks, and was rank 0's since the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from torch.optim import Optimizer
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.shards import shard_index
-from elastic_resume.policy.proof import DifferingValue, RankComparison
+from elastic_resume.policy import proof
+from elastic_resume.policy.proof import HYPERPARAMETERS, DifferingValue, RankComparison
 from elastic_resume.state import diff, state_dict
 from elastic_resume.state.open_checkpoint import iter_leaves
 from elastic_resume.state.state_dict import REPLICATED, RESERVED_PREFIX, TensorBuffer
@@ -43,11 +45,13 @@ def compare_rank(
     is_source: bool,
     local_rank: int,
     knows_data: bool,
+    is_resized: bool = False,
 ) -> RankComparison:
     """Compare the tracked objects with a snapshot.
 
     ``is_source``: the snapshot is this rank's own, and counts for all. ``knows_data``: `er.resume` knows the
-    order of samples, so that the position within the epoch is restored too.
+    order of samples, so that the position within the epoch is restored too. ``is_resized``: the number of
+    ranks has changed, so only hyperparameters and schedules must be equal.
     """
     flat = state_dict.flatten(tracked)
     manifest, target = snapshots.manifest, snapshots.target
@@ -72,8 +76,12 @@ def compare_rank(
     values_then = _collect_values(manifest.state, manifest.position, knows_data=knows_data)
     structure = json.loads(json.dumps(flat.structure))
     values_now = _collect_values(structure, position, knows_data=knows_data)
-    prefixes = tuple(f"{name}/" for name, item in tracked.items() if is_source or isinstance(item, Optimizer))
-    prefixes += ("position/",)
+    prefixes: tuple[str, ...] = () if is_resized else ("position/",)
+    prefixes += tuple(
+        f"{name}/"
+        for name, item in tracked.items()
+        if isinstance(item, Optimizer) or (is_source and (not is_resized or name.startswith(HYPERPARAMETERS)))
+    )
     value_names = [name for name in dict.fromkeys([*values_then, *values_now]) if name.startswith(prefixes)]
     values = [
         difference
@@ -82,8 +90,12 @@ def compare_rank(
             name, values_then.get(name, diff.ABSENT), values_now.get(name, diff.ABSENT)
         )
     ]
-    error, change = _measure(live, snapshots, differing) if differing else (0.0, 0.0)
+    if is_resized:  # sums are rounded differently, and each rank draws other numbers
+        found = []
+    rounding = _measure(live, snapshots, differing) if differing else 0.0
     beyond_rounding = bool(values) or any(not _may_be_rounding(name, live, target) for name in differing)
+    if is_resized:
+        beyond_rounding, differing = bool(values), []
     shown = [*(_describe(d) for d in _sort_values(values)), *(_describe(d) for d in found)]
     return RankComparison(
         len(names),
@@ -91,8 +103,8 @@ def compare_rank(
         tuple(shown[:MAX_DIFFERENCES]),
         len(values) + len(differing),
         beyond_rounding,
-        error,
-        change,
+        rounding,
+        is_batch_changed=position.samples != manifest.position.samples,
     )
 
 
@@ -107,8 +119,14 @@ def _collect_values(state: Any, position: Position, *, knows_data: bool) -> dict
 
 
 def _sort_values(values: list[diff.Difference]) -> list[diff.Difference]:
-    """Hyperparameters first: they say most."""
-    return sorted(values, key=lambda each: not each.name.startswith(("optimizer", "scheduler")))
+    """Hyperparameters first, which say most, and what only follows last."""
+    return sorted(
+        values,
+        key=lambda each: (
+            not each.name.startswith(HYPERPARAMETERS),
+            each.name.startswith(("position", "data")),
+        ),
+    )
 
 
 def _may_be_rounding(name: str, live: Mapping[str, state_dict.Leaf], target: TensorBuffer) -> bool:
@@ -116,7 +134,10 @@ def _may_be_rounding(name: str, live: Mapping[str, state_dict.Leaf], target: Ten
     if name not in live or name not in target.layout.extents:
         return False
     here, there = live[name].tensor, target.tensor(name)
-    return here.is_floating_point() and (here.dtype, here.shape) == (there.dtype, there.shape)
+    # A number alone is a count, as an optimizer's, or a hyperparameter.
+    return (
+        here.is_floating_point() and here.dim() > 0 and (here.dtype, here.shape) == (there.dtype, there.shape)
+    )
 
 
 def _describe(difference: diff.Difference) -> DifferingValue:
@@ -126,37 +147,31 @@ def _describe(difference: diff.Difference) -> DifferingValue:
             f"{difference.max_rel_difference:.2g} of their value"
         )
         return DifferingValue(difference.name, text, is_tensor=True)
-    text = f"{difference.value_a}, and now {difference.value_b}"
+    text = f"was {difference.value_a}, now {difference.value_b}"
     return DifferingValue(difference.name, text, is_tensor=difference.kind in {"dtype", "shape"})
 
 
 # ---- how much differs --------------------------------------------------------------------------------
 
 
-def _measure(
-    live: Mapping[str, state_dict.Leaf], snapshots: Snapshots, differing: list[str]
-) -> tuple[float, float]:
-    """Return how much the differing tensors differ, and how much the steps have changed all of them.
-
-    Both are roots of sums of squares; the second is 0 without the earlier snapshot.
-    """
+def _measure(live: Mapping[str, state_dict.Leaf], snapshots: Snapshots, differing: list[str]) -> float:
+    """Return how much the differing tensors differ; see `proof.summarize_ratios`."""
     target, base = snapshots.target, snapshots.base
-    shared = [name for name in differing if name in live and name in target.layout.extents]
-    error = sum(_sum_squares(target.tensor(name), live[name].tensor.cpu()) for name in shared)
-    if base is None:
-        return float(error**0.5), 0.0
-    change = sum(
-        _sum_squares(base.tensor(name), target.tensor(name))
-        for name in base.layout.extents.keys() & target.layout.extents.keys()
-    )
-    return float(error**0.5), float(change**0.5)
+    errors, changes = [], []
+    for name in differing:
+        if name in live and name in target.layout.extents:
+            there = target.tensor(name)
+            errors.append(_distance(there, live[name].tensor.cpu()))
+            has_base = base is not None and name in base.layout.extents
+            changes.append(_distance(base.tensor(name), there) if base is not None and has_base else 0.0)
+    return proof.summarize_ratios(errors, changes) if errors else proof.UNMEASURED
 
 
-def _sum_squares(a: Tensor, b: Tensor) -> float:
-    """Return the sum of the squared differences of two floating point tensors; 0 for others."""
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the Euclidean distance of two floating point tensors of one shape; 0 for others."""
     if a.shape != b.shape or not (a.is_floating_point() and b.is_floating_point()):
         return 0.0
-    return sum(float((x - y).square().sum(dtype=torch.float64)) for x, y in _iter_pairs(a, b))
+    return math.sqrt(sum(float((x - y).square().sum(dtype=torch.float64)) for x, y in _iter_pairs(a, b)))
 
 
 def _iter_pairs(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,7 +1,7 @@
 """Remember on each node whether a resume of this script was proved.
 
 ``proof.json`` in the node's directory holds a digest of the script and its arguments, the newest verdict, and
-how often a resume was not proved.
+how many proofs have not ended well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import DISK
 from elastic_resume.errors import MachineError
 from elastic_resume.policy import proof
-from elastic_resume.policy.proof import Verdict
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
@@ -31,8 +30,8 @@ def wants_proof(context: RankContext) -> bool:
     mode = context.settings.prove
     if mode in {proof.OFF, proof.ALWAYS, proof.REHEARSE}:
         return mode != proof.OFF
-    verdict, failures = _read(context.node_dir)
-    return verdict not in {proof.PROVED, proof.ROUNDING} and failures < proof.MAX_PROOFS
+    verdict, tries = _read(context.node_dir)
+    return verdict not in {proof.PROVED, proof.ROUNDING} and tries < proof.MAX_PROOFS
 
 
 def replayed_version(client: SlotClient | None) -> tuple[int, int]:
@@ -41,29 +40,34 @@ def replayed_version(client: SlotClient | None) -> tuple[int, int]:
     return slot_memory.decode_snapshot_id(word)
 
 
-def record_replay(client: SlotClient, version: tuple[int, int]) -> None:
+def record_replay(directory: Path, client: SlotClient, version: tuple[int, int]) -> None:
     """Record, before the first step, that the snapshot of ``version`` is about to be computed again.
 
     A generation that ends before the verdict is followed by one without a proof.
     """
     client.control_block.set("replayed_id", slot_memory.encode_snapshot_id(*version))
+    _write(directory, "", _read(directory)[1] + 1)
 
 
-def record_verdict(directory: Path, verdict: Verdict) -> None:
-    """Record a verdict; a failing disk is ignored, and a later resume is proved again."""
-    failures = _read(directory)[1] + 1 if verdict.kind == proof.NOT_PROVED else 0
-    record = {"command": _digest_command(), "verdict": verdict.kind, "failures": failures}
+def record_verdict(directory: Path, kind: str) -> None:
+    """Record the verdict of the try that `record_replay` has counted."""
+    _write(directory, kind, _read(directory)[1] if kind == proof.NOT_PROVED else 0)
+
+
+def _write(directory: Path, verdict: str, tries: int) -> None:
+    """Write the record; a failing disk is ignored, and a later resume is proved again."""
+    record = {"command": _digest_command(), "verdict": verdict, "tries": tries}
     with contextlib.suppress(MachineError):
         DISK.write_atomic(directory / PROOF_FILE, json.dumps(record).encode())
 
 
 def _read(directory: Path) -> tuple[str, int]:
-    """Return the newest verdict about this script with these arguments, and how often it was not proved."""
+    """Return the newest verdict about this script with these arguments, and how many did not end well."""
     record = node_dir.read_json(directory / PROOF_FILE) or {}
-    failures = record.get("failures")
-    if record.get("command") != _digest_command() or not isinstance(failures, int):
+    tries = record.get("tries")
+    if record.get("command") != _digest_command() or not isinstance(tries, int):
         return "", 0
-    return str(record.get("verdict")), failures
+    return str(record.get("verdict")), tries
 
 
 def _digest_command() -> str:

@@ -10,11 +10,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from elastic_resume import failpoints
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.errors import CheckpointError, NotProvedError
 from elastic_resume.policy import proof, reasons
 from elastic_resume.policy.proof import RankComparison, Verdict
@@ -48,10 +50,11 @@ class Replay:
         that does tells nothing about the next resume, as the script's loop starts as always.
         """
         self._within_epoch = within_epoch
+        self._is_resized = plan.previous_world_size != context.collectives.size
         self._context, self._plan, self._target = context, plan, target
         self._tracked, self._slot_client, self._knows_data = tracked, slot_client, knows_data
         if context.is_local_leader:
-            record.record_replay(slot_client, target.version)
+            record.record_replay(context.node_dir, slot_client, target.version)
 
     def has_reached(self, position: Position) -> bool:
         """Return whether the target's step boundary is reached, or passed."""
@@ -74,14 +77,22 @@ class Replay:
         passed = "" if is_target else self._describe_other_end(f"it came to step {position.step}")
         self._conclude([each for each in gathered if each is not None], passed, time.monotonic() - started_at)
 
-    def end_early(self, position: Position) -> None:
-        """Fail the proof: the script ends before the target, at ``position``.
+    def end(self, position: Position) -> None:
+        """End the proof where the script ends, at ``position``: at the target, or before it.
 
         Raises:
             NotProvedError: on all ranks.
 
         """
-        self._conclude([], self._describe_other_end(f"it ended at step {position.step}"), 0.0)
+        if self.has_reached(position):
+            self.finish(position)
+        else:
+            self._conclude([], self._describe_other_end(f"it ended at step {position.step}"), 0.0)
+
+    def find_checkpoint(self) -> Path | None:
+        """Return the path of the newest state, if this node has it on disk."""
+        path = self._context.node_dir / checkpoint_name(*self._target.version)
+        return path if path.is_dir() else None
 
     def _describe_other_end(self, what: str) -> str:
         return (
@@ -93,13 +104,19 @@ class Replay:
     def _conclude(self, encoded: list[Any], reason: str, seconds: float) -> None:
         context = self._context
         comparisons = [reasons.from_json(RankComparison, each) for each in encoded]
-        if not (comparisons or reason):
-            logger.warning("the snapshot to compare with is gone from memory; a later resume will be proved.")
-            return
-        is_resized = self._plan.previous_world_size != context.collectives.size
-        verdict = proof.judge(self._plan.step, self._target.step, comparisons, reason, is_resized=is_resized)
-        if context.is_local_leader and (self._within_epoch or verdict.kind == proof.NOT_PROVED):
-            record.record_verdict(context.node_dir, verdict)
+        if not comparisons:
+            reason = reason or "the state to compare with is gone from memory"
+        verdict = proof.judge(
+            self._plan.step,
+            self._target.step,
+            comparisons,
+            reason,
+            within_epoch=self._within_epoch,
+            is_resized=self._is_resized,
+        )
+        if context.is_local_leader:
+            is_enough = self._within_epoch or verdict.kind == proof.NOT_PROVED
+            record.record_verdict(context.node_dir, verdict.kind if is_enough else "")
         if context.collectives.rank == 0:
             self._report(verdict, seconds)
         failpoints.hit("proof.judged")
@@ -115,6 +132,7 @@ class Replay:
             verdict=verdict.kind,
             ranks=verdict.ranks,
             rounding=verdict.rounding,
+            within_epoch=verdict.within_epoch,
             seconds=round(seconds, 4),
             message=proof.describe(verdict),
         )
@@ -127,8 +145,12 @@ class Replay:
 
     def _raise(self, verdict: Verdict) -> None:
         is_end = self._context.settings.prove == proof.STOP
-        what = "the job ends (--prove stop)" if is_end else "the job goes back to that state"
-        error = NotProvedError(f"the resume to step {verdict.step} is not proved: {what}; nothing is lost.")
+        what = (
+            "the job ends (--prove stop), and nothing is lost"
+            if is_end
+            else "the job goes back to what it had; no step is lost, but the script still resumes wrongly"
+        )
+        error = NotProvedError(f"the resume to step {verdict.step} is not proved: {what}.")
         error.is_deterministic = is_end
         raise error
 
@@ -145,6 +167,7 @@ class Replay:
             is_source=self._context.is_local_leader and self._context.node == self._target.owner_node,
             local_rank=self._context.local_rank,
             knows_data=self._knows_data,
+            is_resized=self._is_resized,
         )
         is_there = target.slot.record.complete_snapshot_id() == target.snapshot_id
         return comparison if is_there else None

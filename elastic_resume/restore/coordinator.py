@@ -41,6 +41,7 @@ from elastic_resume.errors import (
     ElasticResumeError,
     MachineError,
     MismatchError,
+    OtherRankFailedError,
     UntrackableError,
 )
 from elastic_resume.policy import proof, reasons, resume_plan
@@ -127,6 +128,7 @@ def restore(
         own = replace(
             take_inventory(context, sources, progress_page, generation),
             wants_proof=record.wants_proof(context),
+            proves_any_size=context.settings.prove == proof.REHEARSE,
             replayed_version=record.replayed_version(slot_client),
         )
         return (flat, disk_error), reasons.to_json(own)
@@ -136,17 +138,23 @@ def restore(
     mode = context.settings.resume
     failpoints.hit("resume.planned")
     while True:
-        needed_size = context.collectives.size if context.settings.prove != proof.REHEARSE else None
-        plan = proof.plan_resume(inventories, mode, needed_size)
+        plan = proof.plan_resume(inventories, mode, context.collectives.size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
             loaded = None
             break
-        loaded, failures = RestoreAttempt(context, plan, slot_client, tensor_pool).run(tracked)
-        if loaded is not None:
-            flat, failures = _find_unlike_states(context, plan, tracked)
+        try:
+            loaded, failures = RestoreAttempt(context, plan, slot_client, tensor_pool).run(tracked)
+            if loaded is not None:
+                flat, failures = _find_unlike_states(context, plan, tracked)
+        except (MismatchError, DivergenceError, OtherRankFailedError):
+            if plan.target is None:
+                raise
+            # On all ranks: the earlier state does not fit. The newest may.
+            inventories = [replace(each, wants_proof=False) for each in inventories]
+            continue
         if loaded is not None and not failures:
             loaded.publish_slot(slot_client)
             break

@@ -275,5 +275,13 @@ def reserve_slot(
 
 def to_saved_state(owner_node: str, manifest: Manifest, tier: str = DISK) -> SavedState:
     """Describe the state of a manifest."""
-    epoch = manifest.position.epoch
-    return SavedState(owner_node, *manifest.version, manifest.rank, tier, manifest.file_bytes, epoch)
+    position = manifest.position
+    return SavedState(
+        owner_node,
+        *manifest.version,
+        manifest.rank,
+        tier,
+        manifest.file_bytes,
+        position.epoch,
+        position.step_in_epoch,
+    )

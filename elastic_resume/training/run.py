@@ -143,7 +143,11 @@ class Run:
         # "STEP NODES" if workers of other nodes have finished: see `RestartController.limit_last_step`.
         last_step, _, self._finished_nodes = os.environ.get(constants.ENV_LAST_STEP, "").partition(" ")
         self._last_step = int(last_step) if last_step else None
-        worker_exit.set_generation(generation=self.generation, read_step=lambda: self._recorded_step)
+        worker_exit.set_generation(
+            generation=self.generation,
+            read_step=lambda: self._recorded_step,
+            is_proving=lambda: self._replay is not None,
+        )
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
         self._start_generation(parts.result)
 
@@ -461,7 +465,7 @@ class Run:
         if not (self._context.is_local_leader or self._snapshot_scheduler.is_sharded):
             return None
         if self._replay is not None:  # a newer state is saved, and this one may prove wrong
-            return None
+            return self._replay.find_checkpoint() if self._context.is_local_leader else None
         position, is_epoch_over = self._progress.position_to_resume_from()
         self._snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
         with self._heartbeat.busy():
@@ -761,7 +765,9 @@ class Run:
     def _save_final_state(self) -> None:
         """Commit the final state, in several attempts."""
         if self._replay is not None:
-            self._replay.end_early(self.position)
+            position, _ = self._progress.position_to_resume_from()
+            self._replay.end(position)
+            self._replay = None
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
             if self._snapshot_scheduler.has_committed(self.position):

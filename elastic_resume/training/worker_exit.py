@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from elastic_resume import constants
 from elastic_resume.bytecode import describe_damaged_bytecode
-from elastic_resume.errors import ElasticResumeError, UsageError
+from elastic_resume.errors import ElasticResumeError, NotProvedError, UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.policy.gpu_faults import find_gpu_error
 
@@ -33,12 +33,22 @@ _PACKAGE_DIR = str(Path(__file__).parents[1])
 
 Hook = Callable[..., Any]
 
-_training_position: dict[str, Any] = {"generation": None, "step": lambda: None}
+_training_position: dict[str, Any] = {
+    "generation": None,
+    "step": lambda: None,
+    "is_proving": lambda: False,
+}
 
 
-def set_generation(*, generation: int, read_step: Callable[[], int]) -> None:
-    """Attribute later failures to ``generation``, at the last finished step that ``read_step`` returns."""
-    _training_position.update(generation=generation, step=read_step)
+def set_generation(
+    *, generation: int, read_step: Callable[[], int], is_proving: Callable[[], bool] = lambda: False
+) -> None:
+    """Attribute later failures to ``generation``, at the last finished step that ``read_step`` returns.
+
+    While steps are computed again for a proof, an error may follow from that alone: it is no reason to give
+    up.
+    """
+    _training_position.update(generation=generation, step=read_step, is_proving=is_proving)
 
 
 def install_startup_hook() -> None:
@@ -144,6 +154,8 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
         "frame": place,
         "deterministic": isinstance(error, ElasticResumeError) and error.is_deterministic,
     }
+    if _training_position["is_proving"]() and not isinstance(error, NotProvedError):
+        fields |= {"deterministic": False, "is_proving": True}
     for cause in list_causes(error):
         with contextlib.suppress(Exception):  # its text is the script's own code
             if find_gpu_error(type(cause).__name__, str(cause)):

@@ -41,8 +41,9 @@ def test_max_no_progress_limits_beside_max_restarts(
     given: set[str], max_no_progress: int | None, expected: int
 ) -> None:
     """Alone, --max-restarts keeps torchrun's meaning."""
-    args = argparse.Namespace(max_no_progress=max_no_progress, exclude_after=None)
-    assert main._read_limits(args, given).max_no_progress == expected
+    args = argparse.Namespace(max_no_progress=max_no_progress, exclude_after=None, max_restarts=5)
+    limits = main._read_limits(args, given)
+    assert (limits.max_no_progress, limits.max_restarts) == (expected, 5 if given else UNLIMITED)
 
 
 def _terms(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,15 @@ from elastic_resume.policy.proof import (
     MAX_PREFERRED_STEPS,
     NOT_PROVED,
     PROVED,
+    RESUMED,
     ROUNDING,
+    UNMEASURED,
     DifferingValue,
     RankComparison,
     describe,
     judge,
     plan_resume,
+    summarize_ratios,
 )
 from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, SavedState
 
@@ -43,12 +47,12 @@ def start_of(*nodes: Inventory, world_size: int = 2) -> tuple[int, int | None]:
 
 def test_proof_starts_at_an_earlier_state_of_the_source_node() -> None:
     """The source is the same as without a proof; no step counts as lost, and all other facts stay."""
-    nodes = [node("a", 0, 9, 8, 7), node("b", 1, 8, 7, 6)]
+    nodes = [node("a", 0, 9, 8, 7), node("b", 1, 9, 8, 7)]
     plan = plan_resume(nodes, "auto", 2)
     assert (plan.step, plan.target) == (7, nodes[0].saved_states[0])
     assert (plan.source_node, plan.receiving_nodes, plan.recomputed_steps, plan.generation) == ("a", (), 0, 4)
-    only_b = [node("a", 0, 7), node("b", 1, 8, 7)]
-    plan = plan_resume(only_b, "auto", 2)
+    without_a = [node("a", 0, 7), node("b", 1, 8, 7), node("c", 2, 8, 7)]
+    plan = plan_resume([replace(each, last_world_size=3) for each in without_a], "auto", 3)
     assert (plan.step, plan.source_node, plan.source_rank) == (7, "b", 1)
 
 
@@ -82,6 +86,7 @@ OLDER = node("a", 0, 8, generation=2)
             2,
         ),
         ("no earlier state", (node("a", 0, 9), node("b", 1, 9)), 2),
+        ("one node alone has the newest state", (NEWEST[0], node("b", 1, 8)), 2),
         (
             "the earlier state is of another generation, whose resume may have been as wrong",
             (
@@ -106,8 +111,8 @@ def test_state_of_an_earlier_target_does_not_hinder_the_next_proof() -> None:
 
 def test_fresh_node_receives_the_earlier_state() -> None:
     """It has none, and knows nothing of the job. It takes the rank of the lost one."""
-    fresh = Inventory("c", 1, wants_proof=True)
-    plan = plan_resume([NEWEST[0], fresh], "auto", 2)
+    fresh = Inventory("c", 2, wants_proof=True)
+    plan = plan_resume([*(replace(each, last_world_size=3) for each in NEWEST), fresh], "auto", 3)
     assert (plan.step, plan.receiving_nodes) == (8, ("c",))
     assert plan.target is not None
 
@@ -118,14 +123,18 @@ def test_no_replay_begins_where_an_epoch_has_nothing_left_to_read() -> None:
     ends = replace(before, saved_states=after.saved_states + before.saved_states)
     assert start_of(ends, node("b", 1)) == (16, None)
     more = replace(before, saved_states=(*node("a", 0, 17, epoch=2).saved_states, *ends.saved_states))
-    assert plan_resume([more, node("b", 1)], "auto", 2).version == (3, 16)
-    assert plan_resume([more, node("b", 1)], "auto", 2).holders[0][1].epoch == 2
+    plan = plan_resume([more, node("b", 1, 17, 16, epoch=2)], "auto", 2)
+    assert (plan.version, plan.holders[0][1].epoch) == ((3, 16), 2)
+    steps = [replace(state, step_in_epoch=state.step - 15) for state in node("a", 0, 18, 17, 16).saved_states]
+    begin = replace(node("a", 0, 15).saved_states[0], step_in_epoch=0)
+    with_begin = replace(NEWEST[0], saved_states=(*steps, begin))
+    assert start_of(with_begin, node("b", 1, 18)) == (16, 18), "a replay from the begin tells less"
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------
 
 WEIGHT = DifferingValue("model/w", "3 of 4 elements, by up to 0.1 of their value", is_tensor=True)
-RATE = DifferingValue("optimizer/param_groups/0/lr", "0.1, and now 0.2", is_tensor=False)
+RATE = DifferingValue("optimizer/param_groups/0/lr", "was 0.1, now 0.2", is_tensor=False)
 SAME = RankComparison(14, 50)
 
 
@@ -133,11 +142,11 @@ SAME = RankComparison(14, 50)
     ("comparisons", "kind"),
     [
         ([SAME, SAME], PROVED),
-        ([SAME, replace(SAME, differences=(WEIGHT,), count=1, error=1e-5, change=1.0)], ROUNDING),
-        ([SAME, replace(SAME, differences=(WEIGHT,), count=1, error=2e-3, change=1.0)], NOT_PROVED),
-        ([replace(SAME, differences=(WEIGHT,), count=1, error=1e-9, change=0.0)], NOT_PROVED),
+        ([SAME, replace(SAME, differences=(WEIGHT,), count=1, rounding=1e-5)], ROUNDING),
+        ([SAME, replace(SAME, differences=(WEIGHT,), count=1, rounding=2e-3)], NOT_PROVED),
+        ([replace(SAME, differences=(WEIGHT,), count=1, rounding=UNMEASURED)], NOT_PROVED),
         (
-            [replace(SAME, differences=(RATE,), count=1, beyond_rounding=True, error=0.0, change=1.0)],
+            [replace(SAME, differences=(RATE,), count=1, beyond_rounding=True)],
             NOT_PROVED,
         ),
     ],
@@ -148,10 +157,55 @@ def test_verdict_follows_from_the_worst_rank(comparisons: list[RankComparison], 
 
 
 @pytest.mark.parametrize(
+    ("errors", "changes", "expected"),
+    [
+        ([1e-5], [1.0], 1e-5),
+        ([1e-5, 1e-3], [1.0, 1.0], 1e-3),  # one tensor of two
+        ([1e-5, 1e-7], [1e-5, 1.0], 1.0),  # a small tensor is not hidden by a large one
+        ([1e-4] * 19 + [1e-3], [1.0] * 19 + [1e-3], 2.5e-4),  # one in twenty changes by rounding alone
+        ([1.0, 1.0], [0.0, 1.0], UNMEASURED),
+        ([math.nan], [1.0], UNMEASURED),
+    ],
+)
+def test_differences_are_measured_by_what_the_steps_changed(
+    errors: list[float], changes: list[float], expected: float
+) -> None:
+    """For nine tenths of the tensors, and for all together."""
+    assert summarize_ratios(errors, changes) == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "text"),
+    [
+        (replace(SAME, rounding=0.3), RESUMED, "weights differ by 0.3"),
+        (
+            replace(SAME, differences=(RATE,), count=1, beyond_rounding=True, is_batch_changed=True),
+            RESUMED,
+            "lr: was 0.1, now 0.2: it may follow from the number of steps in an epoch",
+        ),
+        (
+            replace(SAME, is_batch_changed=True),
+            RESUMED,
+            "weights are not compared; hyperparameters are the same",
+        ),
+        (replace(SAME, differences=(RATE,), count=1, beyond_rounding=True), NOT_PROVED, "run.position"),
+    ],
+)
+def test_another_number_of_ranks_keeps_schedules_if_it_keeps_the_batch(
+    found: RankComparison, kind: str, text: str
+) -> None:
+    """Weights differ by rounding and by what each rank draws."""
+    verdict = judge(7, 9, [found], is_resized=True)
+    assert verdict.kind == kind
+    assert text in describe(verdict)
+
+
+@pytest.mark.parametrize(
     ("differences", "named", "cause"),
     [
-        ((RATE, WEIGHT), "optimizer/param_groups/0/lr: 0.1, and now 0.2; model/w: 3 of 4", "run.position"),
-        ((WEIGHT,), "model/w: 3 of 4 elements", "random numbers"),
+        ((replace(RATE, name="scheduler/last_epoch"),), "scheduler/last_epoch", "put it before"),
+        ((RATE, WEIGHT), "optimizer/param_groups/0/lr: was 0.1, now 0.2; model/w: 3 of 4", "run.position"),
+        ((WEIGHT,), "model/w: 3 of 4 elements", "a generator"),
     ],
 )
 def test_failed_proof_names_values_and_a_usual_cause(
@@ -173,3 +227,4 @@ def test_proof_says_how_much_was_computed_and_compared() -> None:
         "and 50 other values on 2 ranks"
     )
     assert "the end of the epoch at step 9 was computed again" in describe(judge(9, 9, [SAME]))
+    assert "one within is still to be proved" in describe(judge(8, 9, [SAME], within_epoch=False))

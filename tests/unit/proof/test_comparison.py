@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.policy.proof import RankComparison
+from elastic_resume.policy.proof import UNMEASURED, RankComparison
 from elastic_resume.proof.comparison import MAX_DIFFERENCES, Snapshots, compare_rank
 from elastic_resume.state import state_dict
 from tests.support.state_image import Box, copy_to_image
@@ -66,6 +66,7 @@ def compare(job: Job, snapshots: Snapshots, position: Position = POSITION, **opt
         is_source=values["is_source"],
         local_rank=0,
         knows_data=values["knows_data"],
+        is_resized=options.get("is_resized", False),
     )
 
 
@@ -112,11 +113,11 @@ def change_dtype(job: Job) -> None:
     ("change", "name", "text", "seen"),
     [
         (change_weight, "model/0.weight", "1 of 9 elements", "rounding, by all"),
-        (change_rate, "optimizer/param_groups/0/lr", "0.1, and now 0.2", "by all"),
+        (change_rate, "optimizer/param_groups/0/lr", "was 0.1, now 0.2", "by all"),
         (change_buffer, "model/1.running_mean", "3 of 3 elements", "rounding"),
-        (change_object, "box/value", "1, and now 2", ""),
+        (change_object, "box/value", "was 1, now 2", ""),
         (add_value, "box/value", "absent", ""),
-        (change_dtype, "ema/value", "float32[3], and now float64[3]", ""),
+        (change_dtype, "ema/value", "was float32[3], now float64[3]", ""),
     ],
 )
 def test_each_change_is_named(
@@ -150,12 +151,36 @@ def test_position_within_the_epoch_counts_if_data_is_known(job: Job, knows_data:
 
 
 def test_difference_is_measured_beside_what_the_steps_changed(job: Job) -> None:
-    """The change is that from the earlier snapshot to the newest."""
+    """The change is that of the tensor from the earlier snapshot to the newest."""
     base = job.save()
     job.step()
     kept = job.save(base)
     change_weight(job)
-    found = compare(job, kept)
-    assert 0 < found.error < 1e-5
-    assert 0.1 < found.change < 10
-    assert compare(job, Snapshots(kept.manifest, kept.target, None)).change == 0
+    assert 0 < compare(job, kept).rounding < 1e-4
+    assert compare(job, Snapshots(kept.manifest, kept.target, None)).rounding == UNMEASURED
+
+
+@pytest.mark.parametrize("name", ["step", "average"])
+def test_single_float_is_no_rounding(job: Job, name: str) -> None:
+    """It is a count, or a hyperparameter in a tensor."""
+    job.tracked["ema"]._container = torch.ones(())
+    kept = job.save()
+    if name == "step":
+        next(iter(job.optimizer.state.values()))["step"] += 1e-3
+    else:
+        job.tracked["ema"]._container = torch.full((), 1.0001)
+    assert compare(job, kept).beyond_rounding
+
+
+def test_another_number_of_ranks_compares_hyperparameters_alone(job: Job) -> None:
+    """Weights are measured, and what the script tracks itself is left out."""
+    kept = job.save()
+    job.step()
+    job.box.value = 3
+    found = compare(job, kept, is_resized=True)
+    assert (found.count, found.beyond_rounding, found.is_batch_changed) == (0, False, False)
+    assert found.rounding > 0
+    change_rate(job)
+    assert compare(job, kept, is_resized=True).beyond_rounding
+    fewer = Position(epoch=1, step_in_epoch=2, step=12, samples=40)
+    assert compare(job, kept, fewer, is_resized=True).is_batch_changed
