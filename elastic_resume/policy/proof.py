@@ -265,10 +265,10 @@ def _find_cause(verdict: Verdict) -> str:
     if any(name.startswith(HYPERPARAMETERS) for name in names):
         return (
             "Usual cause: a learning rate or another hyperparameter that the script computes from a number "
-            "of its own, such as the loop's index: compute it from run.position, such as run.position.step."
+            "of its own, such as the loop's index: compute it from run.position.step or run.position.epoch."
         )
     return (
         "Usual causes: something that the script keeps and no tracked object holds, such as an average, a "
-        "counter, or parameters that only the optimizer has: pass it in track=; a second loader or a generator "
-        "of your own: data=, er.seeded or track=; requires_grad changed while training."
+        "counter, or parameters that only the optimizer has: pass it in track=; a second loader or a "
+        "generator of your own: data=, er.seeded or track=; requires_grad changed while training."
     )

@@ -71,10 +71,10 @@ def test_rehearsal_finds_what_a_script_does_not_restore(
     text = capsys.readouterr().out
     if kind == "right":
         assert "3 of 3 checks passed" in text
-        assert "with 1 of 2 ranks          rounding" in text
+        assert "with 1 of 2 ranks          resumed" in text
     else:
         assert "within an epoch            not proved" in text
-        assert "optimizer/param_groups/0/lr: 0.0" in " ".join(text.split())
+        assert "optimizer/param_groups/0/lr: was 0.0" in " ".join(text.split())
     assert list((tmp_path / "kept" / "logs").glob("n*.log"))
 
 

@@ -42,6 +42,8 @@ def main() -> None:
             for index, batch in enumerate(batches):
                 if KIND == "index":
                     optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
+                if KIND == "raise" and run.plan.target is not None:
+                    raise er.errors.UsageError("only while steps are computed again")
                 counter = counter + 1 if KIND == "counter" else run.position.step + 1
                 loss = functional.cross_entropy(ddp(inputs[batch]), targets[batch]) / counter
                 optimizer.zero_grad()
