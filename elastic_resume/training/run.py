@@ -299,7 +299,7 @@ class Run:
         self._progress.end_epoch()
         exchange(self._rank_values, self._context.collectives)
         self._rank0_buffers.receive()
-        if self._replay_boundary() if self._replay is not None else self._save_if_due():
+        if self._save_if_due():
             self._drain_request.terminate_process()
 
     def step(self) -> None:
@@ -333,9 +333,7 @@ class Run:
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
         is_drained = False
-        if self._replay is not None:
-            is_drained = self._replay_boundary()
-        elif self._progress.has_no_batch_left:
+        if self._progress.has_no_batch_left and self._replay is None:
             self._snapshot_scheduler.after_step(position, may_commit=False)
         else:
             is_drained = self._save_if_due()
@@ -728,8 +726,11 @@ class Run:
 
     def _save_if_due(self) -> bool:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
-        scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
         is_drained = self._drain_request.requested and self._context.is_local_leader
+        if self._replay is not None:
+            self._compare_replay()
+            return is_drained
+        scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
         if is_drained and not scheduler.is_sharded:
             with self._heartbeat.busy():
                 scheduler.keep_state(self.position, is_epoch_over=is_epoch_over)
@@ -737,14 +738,12 @@ class Run:
         scheduler.after_step(self.position, is_epoch_over=is_epoch_over, is_drained=is_drained)
         return is_drained and scheduler.has_kept(self.position, is_epoch_over=is_epoch_over)
 
-    def _replay_boundary(self) -> bool:
-        """Compare if the replay ends here, and save nothing. Return as `_save_if_due`."""
-        replay = self._replay
-        if replay is not None and replay.has_reached(self.position):
+    def _compare_replay(self) -> None:
+        """Compare if the replay ends here."""
+        if self._replay is not None and self._replay.has_reached(self.position):
             with self._heartbeat.busy():
-                replay.finish(self.position)
+                self._replay.finish(self.position)
             self._replay = None
-        return self._drain_request.requested and self._context.is_local_leader
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}
