@@ -764,8 +764,7 @@ class Run:
     def _save_final_state(self) -> None:
         """Commit the final state, in several attempts."""
         if self._replay is not None:
-            position, _ = self._progress.position_to_resume_from()
-            self._replay.end(position)
+            self._replay.end(self._progress.position_to_resume_from()[0])
             self._replay = None
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()

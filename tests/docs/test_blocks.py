@@ -63,6 +63,7 @@ NOT_RUN = (
     ("ssh |systemctl ", "sh", "needs another machine"),
     ("preemption-notice|PREEMPTION_NOTICE", "sh", "asks a cloud; unit/schedulers/test_preemption.py"),
     ("elastic-resume chaos", "sh", "integration/test_chaos.py runs it, for a minute"),
+    ("elastic-resume rehearse", "sh", "integration/test_rehearsal.py runs it, for a minute"),
     ("elastic-resume status", "sh", "runs until it is interrupted; integration/test_status.py"),
     ("kubeflow", "python", "submits a job to a cluster"),
     ("llamafactory-cli", "sh", "needs LLaMA-Factory"),
