@@ -136,9 +136,7 @@ def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: i
     if any(each.replayed_version >= newest.version for each in inventories):
         return None  # the replay of that state has ended without a verdict, or the state was not proved
     if len(plan.holders) < min(2, len(inventories)):
-        return (
-            None  # the newest state would be lost with its only node, as nothing is sent before the verdict
-        )
+        return None  # nothing is sent before the verdict, so it would be lost with its only node
     leader_by_node = {each.node: each.local_leader_rank for each in inventories}
     has_moved = any(
         state.writer_rank != leader_by_node[node] for node, state in plan.holders if state.owner_node == node

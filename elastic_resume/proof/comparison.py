@@ -90,12 +90,10 @@ def compare_rank(
             name, values_then.get(name, diff.ABSENT), values_now.get(name, diff.ABSENT)
         )
     ]
-    if is_resized:  # sums are rounded differently, and each rank draws other numbers
-        found = []
     rounding = _measure(live, snapshots, differing) if differing else 0.0
+    if is_resized:  # sums are rounded differently, and each rank draws other numbers
+        found, differing = [], []
     beyond_rounding = bool(values) or any(not _may_be_rounding(name, live, target) for name in differing)
-    if is_resized:
-        beyond_rounding, differing = bool(values), []
     shown = [*(_describe(d) for d in _sort_values(values)), *(_describe(d) for d in found)]
     return RankComparison(
         len(names),
