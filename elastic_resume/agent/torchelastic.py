@@ -445,6 +445,9 @@ def prepare_launch(
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
     one_node = options.parse_nnodes(args.nnodes) == (1, 1)
     _choose_rendezvous(args, given_flags, one_node=one_node)
+    os.environ.pop(constants.ENV_MAX_RESTARTS, None)
+    if "max_restarts" in given_flags:
+        os.environ[constants.ENV_MAX_RESTARTS] = str(args.max_restarts)
     args.max_restarts = UNLIMITED_RESTARTS  # the restart controller counts: not each restart is a failure
     if "monitor_interval" not in given_flags:
         args.monitor_interval = MONITOR_INTERVAL_S

@@ -94,7 +94,7 @@ OF_MACHINES = [
     case("poweroff", rf"node n1 {LOST}", node=1, back_after_s=1.5),
     case("cut", rf"node n2 {LOST}", node=2, for_s=UNTIL_SEEN_S),
     case("cut-out", rf"node n1 {LOST}", node=1, for_s=UNTIL_SEEN_S),
-    case("cut-in", rf"node n2 {LOST}", node=2, for_s=UNTIL_SEEN_S),
+    case("cut-in", rf"node n2 {LOST}|cannot reach n2", node=2, for_s=UNTIL_SEEN_S),
     case("partition", rf"node n0 {LOST}", groups=((0,), (1, 2)), for_s=UNTIL_SEEN_S),
 ]
 

@@ -44,6 +44,7 @@ else:
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"
 ENV_LOCAL_RANK = supervisor.ENV_LOCAL_RANK
 ENV_FORK_SERVER = "ELASTIC_RESUME_FORK_SERVER"  # name of its abstract unix socket
+ENV_MAX_RESTARTS = "ELASTIC_RESUME_TORCH_MAX_RESTARTS"  # of --max-restarts, which torchelastic does not get
 EXIT_PARKED = 76
 # Time for a supervisor to report the end of its worker beyond its own timeouts. A stopped supervisor never
 # does, and torchelastic waits for the launcher shim.
@@ -71,6 +72,8 @@ def main(argv: list[str]) -> None:
     if os.getppid() != agent:
         os._exit(1)  # the agent died before the kernel watched it
     os.environ[ENV_LOCAL_RANK] = local_rank
+    if ENV_MAX_RESTARTS in os.environ:
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = os.environ.pop(ENV_MAX_RESTARTS)
     connection = request_worker(os.environ.pop(ENV_FORK_SERVER, None), command, mask)
     if connection is None:
         if supervisor.ENV_STANDBY in os.environ:
