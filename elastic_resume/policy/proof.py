@@ -180,8 +180,8 @@ def judge(
 ) -> Verdict:
     """Judge the comparisons of all ranks that could compare. ``reason``: why the steps were not reached.
 
-    For the others see `Verdict`. If the number of ranks has changed, only what is no floating point tensor
-    counts.
+    For the others see `Verdict`. If the number of ranks has changed, only hyperparameters and schedules
+    count, and only if the global batch has stayed.
     """
     verdict = Verdict(
         RESUMED if is_resized else PROVED,
@@ -223,11 +223,12 @@ def describe(verdict: Verdict) -> str:
     )
     if verdict.kind == PROVED:
         text = f"the resume is proved: {what}, with the same bits in {compared}"
-        return (
-            text
+        more = (
+            ""
             if verdict.within_epoch
-            else f"{text}. It began with an epoch; one within is still to be proved"
+            else ". They began with an epoch: a resume within one is still unproved"
         )
+        return text + more
     named = "; ".join(f"{each.name}: {each.text}" for each in verdict.differences[:MAX_NAMED])
     more = f"; and {verdict.count - MAX_NAMED} more" if verdict.count > MAX_NAMED else ""
     if verdict.kind == RESUMED:
@@ -236,8 +237,6 @@ def describe(verdict: Verdict) -> str:
             text += "; the global batch has changed with the ranks, so weights are not compared"
             hint = "it may follow from the number of steps in an epoch, which has changed"
             return f"{text}. {named}{more}: {hint}" if named else f"{text}; hyperparameters are the same"
-        if named:
-            text += f"; {named}{more}"
         return (
             f"{text}; hyperparameters and schedules are the same; weights differ by {verdict.rounding:.1g} "
             "of what the steps changed, as they do by rounding, or by what each rank draws for dropout and "

@@ -29,7 +29,7 @@ class SavedState:
 
     ``owner_node`` is the node whose directory or memory holds it. ``nbytes`` is its size in bytes. ``epoch``
     distinguishes two states of an epoch's last step: one before and one after the end-of-epoch code ran.
-    ``step_in_epoch`` is 0 at the begin of an epoch.
+    ``step_in_epoch`` is 0 at the beginning of an epoch.
     """
 
     owner_node: str

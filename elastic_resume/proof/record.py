@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -17,6 +18,7 @@ from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import DISK
 from elastic_resume.errors import MachineError
 from elastic_resume.policy import proof
+from elastic_resume.policy.resume_plan import Inventory
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
@@ -32,6 +34,16 @@ def wants_proof(context: RankContext) -> bool:
         return mode != proof.OFF
     verdict, tries = _read(context.node_dir)
     return verdict not in {proof.PROVED, proof.ROUNDING} and tries < proof.MAX_PROOFS
+
+
+def add_wish(inventory: Inventory, context: RankContext, client: SlotClient | None) -> Inventory:
+    """Add to a node's inventory whether it wants a proof, and what was computed again before."""
+    return replace(
+        inventory,
+        wants_proof=wants_proof(context),
+        proves_any_size=context.settings.prove == proof.REHEARSE,
+        replayed_version=replayed_version(client),
+    )
 
 
 def replayed_version(client: SlotClient | None) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from pathlib import PurePath
 
 from elastic_resume.policy import wording
 from elastic_resume.policy.hangs import Stall
-from elastic_resume.policy.proof import PROVED, ROUNDING
+from elastic_resume.policy.proof import NOT_PROVED
 from elastic_resume.policy.reasons import from_json
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds
@@ -56,7 +56,7 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> t
             if text:
                 # A hang that another node caused, or a resume that was proved.
                 is_note = event.raw.get("waits_for_other_node") is True
-                is_note |= event.get_text("verdict") in {PROVED, ROUNDING}
+                is_note |= event.kind == "proof" and event.get_text("verdict") != NOT_PROVED
                 alert = _make_alert(kind, NOTE if is_note else severity, event, text)
                 found.append((alert, _identify_problem(event)))
     for event in timeline.select("rendezvous"):

@@ -124,14 +124,8 @@ def restore(
         if not context.is_local_leader:
             return (flat, None), None
         disk_error = _check_disk_space(context, node_dir, flat, tracked)
-        generation = node_dir.read_generation()
-        own = replace(
-            take_inventory(context, sources, progress_page, generation),
-            wants_proof=record.wants_proof(context),
-            proves_any_size=context.settings.prove == proof.REHEARSE,
-            replayed_version=record.replayed_version(slot_client),
-        )
-        return (flat, disk_error), reasons.to_json(own)
+        own = take_inventory(context, sources, progress_page, node_dir.read_generation())
+        return (flat, disk_error), reasons.to_json(record.add_wish(own, context, slot_client))
 
     (flat, disk_error), gathered = context.run_and_gather(flatten_and_list)
     inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]

@@ -24,6 +24,7 @@ from elastic_resume.agent import torchelastic
 from elastic_resume.config import Parser, actions_by_flag, parse_flags
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import Event
+from elastic_resume.policy.failure_classification import looks_secondary
 from elastic_resume.policy.proof import NOT_PROVED, PROVED, REHEARSE, RESUMED, ROUNDING
 from elastic_resume.report import formatting
 from elastic_resume.slots.progress_page import ProgressRecord
@@ -64,7 +65,7 @@ class Check:
     is_due: Callable[[ProgressRecord], bool]
     interrupt: Callable[[Cluster], object]
     needs_epoch: bool = False
-    """A resume from the begin of an epoch does not count."""
+    """A resume at the beginning of an epoch does not count."""
 
 
 @dataclass(frozen=True)
@@ -238,11 +239,17 @@ class _Runner:
         self._ended = ""  # why no further check can be made
 
     def run(self, check: Check) -> CheckResult:
-        """Interrupt when it is due, again if the resume told too little, and return the verdict."""
+        """Interrupt when it is due, again if that gave no verdict or a weak one, and return the verdict.
+
+        A kill between two nodes' copies of a snapshot leaves one of them with it, and then nothing is proved.
+        """
         for _ in range(MAX_INTERRUPTIONS):
             result = self._interrupt(check)
-            if result.verdict != PROVED or result.within_epoch or not check.needs_epoch:
+            is_weak = result.verdict == PROVED and check.needs_epoch and not result.within_epoch
+            if (result.verdict and not is_weak) or self._ended:
                 return result
+        if not result.verdict:
+            return result
         return replace(result, verdict="", text=f"{result.text}; make the epochs of this rehearsal longer")
 
     def _interrupt(self, check: Check) -> CheckResult:
@@ -275,11 +282,10 @@ class _Runner:
         return None
 
     def _describe_end(self) -> str:
-        failures = [event for event in self._cluster.events("failure") if not event.get("is_proving")]
-        if not failures:
+        failure = _first(self._cluster.events(), "failure", lambda event: not event.get("is_proving"))
+        if failure is None:
             return "the script ended (give it more epochs or samples)"
-        last = failures[0]
-        return f"the script failed ({last.get('type')}: {last.get('message')}, {last.get('frame')})"
+        return f"the script failed ({failure.get('type')}: {failure.get('message')}, {failure.get('frame')})"
 
     def _find_due(self, check: Check) -> int | None:
         for _, record in self._cluster.rank_progress():
@@ -292,24 +298,29 @@ class _Runner:
 
     def _find_verdict(self, generation: int) -> Event | None:
         """Return the proof after that generation, or an event whose message says why there is none."""
-        events = self._cluster.events()  # read once, for a proof comes before the error that follows from it
+        events = self._cluster.events()
         start = _first(events, "resume", lambda event: event["generation"] > generation)
         if start is None:
             return None
         if start.get("proves_step") is None:
-            return {**start, "message": "no earlier snapshot was there to resume from"}
+            return {**start, "message": "no earlier snapshot was there, or one node alone had the newest"}
+        generation = start["generation"]
+        proof = _first(events, "proof", lambda event: event["generation"] == generation)
+        if proof is not None:
+            return proof
+        # Another node may have written the error that follows from the proof before rank 0 wrote the proof.
+        failure = _first(events, "failure", lambda e: e.get("generation") == generation and _is_cause(e))
+        if failure is not None:
+            error = f"{failure.get('type')}: {failure.get('message')} ({failure.get('frame')})"
+            return {**failure, "message": f"THE RESUME IS NOT PROVED: the resumed script failed: {error}"}
+        if _first(events, "resume", lambda event: event["generation"] > generation) is not None:
+            return {**start, "message": "the resumed job ended before the verdict"}
+        return None
 
-        def is_of_start(event: Event) -> bool:
-            return bool(event.get("generation") == start["generation"])
 
-        if (found := _first(events, "proof", is_of_start)) is not None:
-            return found
-        failure = _first(events, "failure", is_of_start)
-        if failure is None:
-            return None
-        error = f"{failure.get('type')}: {failure.get('message')}"
-        text = f"THE RESUME IS NOT PROVED: the resumed script failed: {error}"
-        return {**failure, "message": f"{text} ({failure.get('frame')})"}
+def _is_cause(failure: Event) -> bool:
+    kind = failure.get("type")
+    return kind != "NotProvedError" and not looks_secondary(f"{kind} {failure.get('message')}")
 
 
 def _first(events: Iterable[Event], kind: str, condition: Callable[[Event], bool]) -> Event | None:

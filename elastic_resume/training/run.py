@@ -455,9 +455,9 @@ class Run:
     def save(self) -> Path | None:
         """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.
 
-        Call it at a step boundary, on every rank of the job if the model is sharded; after an epoch's last
-        batch when its other work is done, for a resume from it begins with the next epoch. Return None on
-        other ranks, if this generation started with that step on disk, and after a logged disk failure.
+        Call it at a step boundary, on every rank if the model is sharded; after an epoch's last batch when
+        its other work is done, for a resume from it begins with the next epoch. None on other ranks, if this
+        generation began with that step on disk, after a logged disk failure, and in a proof of a resume.
         """
         self._run_start_hooks()  # the state must include the hooks' changes for this world
         if not (self._context.is_local_leader or self._snapshot_scheduler.is_sharded):

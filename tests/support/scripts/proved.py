@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -51,7 +52,10 @@ def main() -> None:
                 optimizer.step()
                 run.step()
                 time.sleep(PAUSE)
-                if (run.generation, run.position.step, run.rank) in KILLS:
+                ranks = [rank for *moment, rank in KILLS if moment == [run.generation, run.position.step]]
+                if ranks:
+                    dist.barrier()  # every node has the snapshot of this step
+                if run.rank in ranks:
                     os.kill(os.getpid(), signal.SIGKILL)
             scheduler.step()
 

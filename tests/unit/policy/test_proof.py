@@ -227,4 +227,4 @@ def test_proof_says_how_much_was_computed_and_compared() -> None:
         "and 50 other values on 2 ranks"
     )
     assert "the end of the epoch at step 9 was computed again" in describe(judge(9, 9, [SAME]))
-    assert "one within is still to be proved" in describe(judge(8, 9, [SAME], within_epoch=False))
+    assert "a resume within one is still unproved" in describe(judge(8, 9, [SAME], within_epoch=False))

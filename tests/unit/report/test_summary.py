@@ -136,6 +136,18 @@ def test_each_kind_of_alert_has_severity_and_node() -> None:
     assert "perhaps rank 2 is in backward()" in summary.build_run_report(job.events).alerts[2].text
 
 
+@pytest.mark.parametrize(
+    ("verdict", "severity"),
+    [("proved", "note"), ("rounding", "note"), ("resumed", "note"), ("not proved", "bad")],
+)
+def test_verdict_about_a_resume_is_bad_only_if_it_is_not_proved(verdict: str, severity: str) -> None:
+    """Its text is that of the event."""
+    job = Job().begun()
+    job.add(150, "proof", "n0", generation=2, step=10, verdict=verdict, message="what it says")
+    alert = summary.build_run_report(job.events).alerts[0]
+    assert (alert.kind, alert.severity, alert.text) == ("proof", severity, "what it says")
+
+
 def test_injected_faults_do_not_change_the_history() -> None:
     """Only the nodes' events decide the root cause."""
     job = report_runs.make_eventful_run()
