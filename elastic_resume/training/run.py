@@ -690,15 +690,16 @@ class Run:
         )
         self._random_numbers.start_at(self.position.step)
         if self.rank == 0:
-            self._context.events.emit(
-                "resume", **announce.resume_event_fields(result, self.position, self.world_size)
-            )
             announce.log_start(
                 result,
                 self.position,
                 self.world_size,
                 world_change=self.world_change,
                 repeated_steps=self._progress.repeated_steps,
+            )
+            # After the line: whoever has seen the event finds it.
+            self._context.events.emit(
+                "resume", **announce.resume_event_fields(result, self.position, self.world_size)
             )
         atexit.register(self._release)
 
