@@ -697,10 +697,8 @@ class Run:
                 world_change=self.world_change,
                 repeated_steps=self._progress.repeated_steps,
             )
-            # After the line: whoever has seen the event finds it.
-            self._context.events.emit(
-                "resume", **announce.resume_event_fields(result, self.position, self.world_size)
-            )
+            fields = announce.resume_event_fields(result, self.position, self.world_size)
+            self._context.events.emit("resume", **fields)  # after the line, which readers of it look for
         atexit.register(self._release)
 
     def _add_hook(self, add: Callable[[], None]) -> None:
