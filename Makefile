@@ -124,9 +124,10 @@ oldest newest: pyproject.toml constraints.txt
 	.venv-$@/bin/python -m pytest -q $(PARALLEL) $(patsubst %,tests/integration/test_%.py,run_command restore training warm_start)
 
 # Files with tests marked soak, and files whose tests do more there.
-SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py \
-	tests/system/kubernetes/test_pods.py $(patsubst %,tests/integration/test_%.py, \
-	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost pytest_plugin sharded streams torchrun torn_copies transformers world_changes)
+SOAK_TESTS := $(patsubst %,tests/docs/test_%.py,blocks examples ports) tests/system/disk/test_power_loss.py \
+	tests/system/kubernetes/test_pods.py tests/system/network $(patsubst %,tests/integration/test_%.py, \
+	accelerate chaos every_fault failures forkserver leaks lightning lost_nodes no_step_lost pytest_plugin sharded state_kinds \
+	streams torchrun torn_copies transformers world_changes)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)

@@ -404,6 +404,10 @@ def format_result(experiment: Experiment, result: ExperimentResult) -> str:
     """Format the report and the conclusion."""
     lines = [summary.format_text(result.run_report).rstrip(), ""]
     lines += wrap_text(_summarize(result))
+    for outcome in result.fault_outcomes:
+        if outcome.state != DONE and outcome.reason:
+            text = f"Fault {outcome.number}, {outcome.fault.what}, was not injected: {outcome.reason}"
+            lines += wrap_text(text)
     lines += result.failure.splitlines()[1:]  # the ends of the nodes' output
     again = f"To repeat the same faults: {PROG} --seed {experiment.seed} with the same flags."
     return "\n".join([*lines, *wrap_text(f"{again} Logs and checkpoints are in {experiment.directory}.")])

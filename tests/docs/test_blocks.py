@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import kubernetes_validate as schemas
 import psutil
@@ -75,6 +75,13 @@ SHORTER = (
     (r"time\.sleep\(0\.1\)", "time.sleep(0.05)"),
     (r"run\.epochs\(20\)", "run.epochs(1)"),
 )
+# Sessions of many commands, of what other tests run too: only `make soak` has the time for them.
+SLOW_SESSIONS = {
+    "docs/guides/lightning.md",
+    "docs/guides/several-machines.md",
+    "docs/guides/torchrun.md",
+    "docs/guides/transformers.md",
+}
 SECOND_TERMINAL = re.compile(r"(second|another) terminal", re.IGNORECASE)
 TIMEOUT_S = 250
 FILE_LANGUAGES = {"bash", "python", "yaml"}
@@ -404,10 +411,10 @@ def run_blocks(page: str) -> list[Block]:
     return kept
 
 
-def pages_with_session() -> list[str]:
+def pages_with_session() -> list[Any]:
     """Return the pages that have a command or a test to run."""
     return [
-        page
+        pytest.param(page, marks=pytest.mark.soak if page in SLOW_SESSIONS else ())
         for page in dict.fromkeys(block.page for block in BLOCKS)
         if any(block.language == "sh" or block.is_test for block in run_blocks(page))
     ]

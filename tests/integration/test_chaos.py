@@ -18,10 +18,12 @@ import pytest
 from elastic_resume import cli, constants
 from elastic_resume.background import BackgroundThread
 from elastic_resume.events import read_run
+from elastic_resume.report import summary
 from elastic_resume.state import diff
 from elastic_resume.testing import Cluster, chaos, virtual_network
-from elastic_resume.testing.chaos import RUN_ID
-from elastic_resume.testing.faults import JobShape, draw_random_faults
+from elastic_resume.testing.chaos import RUN_ID, Experiment, ExperimentResult
+from elastic_resume.testing.fault_runner import FaultOutcome
+from elastic_resume.testing.faults import Fault, JobShape, draw_random_faults
 from tests.support.processes import wait_for
 from tests.support.training_job import SCRIPT, check_end, left_behind
 
@@ -109,6 +111,14 @@ def act_after_fault(directory: Path, number: int, act: Callable[[], object]) -> 
         yield
     finally:
         watcher.close()
+
+
+def test_result_says_why_a_fault_was_not_injected(tmp_path: Path) -> None:
+    """Else nobody knows whether to train for longer or to mend the command."""
+    experiment = Experiment(tmp_path, 1, 1, 1, "loopback", (), {}, ("train.py",), ())
+    outcome = FaultOutcome(1, Fault("kill-worker", rank=0, step=9), reason="rank 0 is not running")
+    text = chaos.format_result(experiment, ExperimentResult("", (outcome,), summary.build_run_report([])))
+    assert "Fault 1, kill-worker, was not injected: rank 0 is not running" in text
 
 
 @pytest.mark.cluster

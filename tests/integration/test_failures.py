@@ -219,6 +219,7 @@ def test_node_with_broken_gpu_leaves(make: Make, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.soak
 def test_node_whose_gpu_needs_a_recovery_starts_no_worker(make: Make, tmp_path: Path) -> None:
     """Each of its workers would fail on that GPU. The other nodes train without it."""
     fake = FakeGpus(tmp_path)

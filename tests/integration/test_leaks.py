@@ -22,6 +22,7 @@ def commits(cluster: Cluster, generation: int) -> list[Event]:
     return [event for event in cluster.events("commit") if event["generation"] == generation]
 
 
+@pytest.mark.soak
 def test_restarts_leak_no_descriptor(tmp_path: Path) -> None:
     """After five restarts agent and fork server have no more open descriptors than after one."""
     with Cluster(tmp_path, nodes=1, flags=["--save-every", "1"]) as cluster:

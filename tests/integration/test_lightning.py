@@ -97,7 +97,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> JobRecords:
     return found
 
 
-@pytest.mark.parametrize("restartable", [False, True])
+@pytest.mark.parametrize("restartable", [pytest.param(False, marks=pytest.mark.soak), True])
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
 def test_kill_in_any_part_of_the_loop_changes_nothing(
     undisturbed: JobRecords, kills: list[str], restartable: bool, tmp_path: Path

@@ -34,7 +34,7 @@ Build = Callable[[Any], Any]
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.parametrize("half", ["0", "1"])
+@pytest.mark.parametrize("half", ["0", pytest.param("1", marks=pytest.mark.soak)])
 def test_every_kind_of_model_resumes_bit_for_bit(tmp_path: Path, half: str) -> None:
     """Three ranks, many kinds: weights, optimizer, average and losses on every rank.
 

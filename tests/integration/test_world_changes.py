@@ -161,6 +161,7 @@ def list_growth(calls: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
     return dict(least - most)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("sharded", marks=pytest.mark.soak)])
 def test_world_changes_leak_nothing(server: SnapshotServer, tmp_path: Path, kind: str) -> None:
     """What a process holds after many changes is what it held in ten, and its model was compiled once."""

@@ -205,8 +205,8 @@ def test_job_loses_no_step_by_late_dns_deleted_pods_and_a_lost_node(tmp_path: Pa
         pods.wait_world(3, step)
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trainjob_loses_no_step_by_deleted_pods_and_a_lost_node(tmp_path: Path) -> None:
     """Its first pod is late, and deleted, and in the end all of them are: the claim has the state."""

@@ -77,6 +77,7 @@ def test_silent_link_between_two_nodes_leaves_one_out_until_it_heals(
     training_job.check_end(step_log, world_size=4)
 
 
+@pytest.mark.soak
 def test_link_that_refuses_packets_for_good_leaves_one_out(cluster: Cluster, network: VirtualNetwork) -> None:
     """Workers fail at once, with "No route to host". The job ends with three nodes and exit code 0."""
     for sender, receiver in ((2, 3), (3, 2)):

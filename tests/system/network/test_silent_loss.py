@@ -100,6 +100,7 @@ def test_side_without_majority_waits_until_network_heals(make: Make) -> None:
     end(job)
 
 
+@pytest.mark.soak
 def test_last_reachable_node_waits_until_enough_others_are_back(make: Make) -> None:
     """Three of four are cut off, then killed. Two that are back with their disks make a majority with it."""
     job = make(4)
