@@ -86,7 +86,11 @@ def test_first_resume_of_a_right_script_is_proved_and_later_ones_are_not_repeate
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("index", "optimizer/param_groups/0/lr: was 0.0"), ("counter", "model/")]
+    ("kind", "named"),
+    [
+        ("index", "optimizer/param_groups/0/lr: was 0.0"),
+        pytest.param("counter", "model/", marks=pytest.mark.soak),
+    ],
 )
 def test_wrong_resume_is_named_and_the_job_goes_back(
     tmp_path: Path, kind: str, named: str, ends_without: Ends

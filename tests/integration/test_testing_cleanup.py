@@ -175,7 +175,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, pytest.ExitCode.INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, pytest.ExitCode.INTERRUPTED, marks=pytest.mark.soak),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_interrupted_or_killed_run_leaves_nothing(
     start: Callable[..., Run], number: signal.Signals, code: int

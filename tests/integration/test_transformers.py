@@ -115,6 +115,7 @@ def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     assert_same(JOB.run(tmp_path, case, *CASES[case]), undisturbed)
 
 
+@pytest.mark.soak
 def test_sharded_model_survives_worker_and_node(tmp_path: Path) -> None:
     """FSDP2 by the Trainer on two nodes of two ranks: a worker dies, then a node, which comes back empty."""
     undisturbed = JOB.run(tmp_path, "sharded", nodes=2)
