@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.checkpoint.json_codec import MAX_DEPTH, TensorRef, decode, encode
+from elastic_resume.checkpoint.json_codec import MAX_DEPTH, MAX_SHARDS, TensorRef, decode, encode
+from elastic_resume.checkpoint.shards import Shards
 from elastic_resume.errors import CorruptError, UntrackableError
 
 # Every bit pattern.
@@ -110,6 +111,12 @@ class Level(IntEnum):
     ONE = 1
 
 
+class Name(str):
+    """A subclass of str."""
+
+    __slots__ = ()
+
+
 class Pair(NamedTuple):
     """A subclass of tuple."""
 
@@ -125,6 +132,8 @@ class Pair(NamedTuple):
         (Path("x"), "Path cannot be stored"),
         (object(), r"opt\['a'\]\[1\]: a object cannot be stored; return tensors and plain data"),
         (bytearray(b"x"), "bytearray cannot be stored"),
+        (TensorRef(Name("x")), "TensorRef cannot be stored"),
+        (TensorRef("x", Name("numpy")), "TensorRef cannot be stored"),
         ({Path("k"): 1}, r"key of opt\['a'\]\[1\]\[.*Path.*\]: a .*Path cannot be stored"),
     ],
 )
@@ -132,6 +141,27 @@ def test_unsupported_value_is_refused_by_path_and_type(value: Any, text: str) ->
     """The message has path, type and advice."""
     with pytest.raises(UntrackableError, match=text):
         encode({"a": [0, value]}, "opt")
+
+
+def test_value_without_a_name_is_that_of_the_state() -> None:
+    """The error says at least that."""
+    with pytest.raises(UntrackableError, match=r"^state\[0\]: a object cannot"):
+        encode([object()])
+
+
+def test_key_of_a_dict_that_looks_like_a_tag_is_no_tag() -> None:
+    """Else a script's own dict would be decoded as something else."""
+    assert decode(encode({"$": "int", "hex": "0x10"})) == {"$": "int", "hex": "0x10"}
+
+
+@pytest.mark.parametrize("shards", [None, Shards(1, 10, 4), Shards(0, 0, 1), Shards(0, 5, MAX_SHARDS)])
+def test_tensor_keeps_its_shards(shards: Shards | None) -> None:
+    """The names of its entries in the image follow from them."""
+    ref = TensorRef("w", "tensor", shards)
+    assert decode(json.loads(json.dumps(encode(ref)))) == ref
+    assert ref.stored_names == (
+        ["w"] if shards is None else [f"w@{i}of{shards.count}" for i in range(shards.count)]
+    )
 
 
 def test_cycle_is_refused() -> None:
@@ -178,6 +208,19 @@ def test_depth_is_limited_when_encoding_and_decoding() -> None:
         {"$": "float", "bits": "00"},
         {"$": "set", "items": [[]]},
         (1, 2),
+        *(
+            {"$": "sharded", "name": "w", "kind": "tensor", "dim": 0, "size": 8, "count": 2, **wrong}
+            for wrong in (
+                {"dim": -1},
+                {"dim": 0.0},
+                {"dim": True},
+                {"size": 1 << 63},
+                {"size": "8"},
+                {"count": 0},
+                {"count": MAX_SHARDS + 1},
+                {"count": 2.0},
+            )
+        ),
     ],
 )
 def test_decode_refuses_data_that_encode_never_writes(bad: Any) -> None:

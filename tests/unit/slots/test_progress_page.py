@@ -156,6 +156,26 @@ def test_missing_or_truncated_page_has_no_records(tmp_path: Path, size: int | No
     assert read_records(path, 3) == []
 
 
+def count_descriptors() -> int:
+    """Count the open descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_page_is_opened_without_waiting_and_leaves_no_descriptor(tmp_path: Path) -> None:
+    """A pipe in its place would keep the reader for ever."""
+    ProgressPage(tmp_path / "page")
+    before = count_descriptors()
+    read_records(tmp_path / "page", 3)
+    assert count_descriptors() == before
+    page = ProgressPage(tmp_path / "page")
+    assert count_descriptors() == before + 1  # the mapping's own
+    del page
+    os.mkfifo(tmp_path / "pipe")
+    assert read_records(tmp_path / "pipe", 3) == []
+    with pytest.raises(MachineError):
+        ProgressPage(tmp_path / "pipe")
+
+
 def test_page_under_creation_has_no_records(tmp_path: Path) -> None:
     """It may grow between the two reads."""
     path = tmp_path / "page"
