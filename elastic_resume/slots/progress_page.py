@@ -96,7 +96,7 @@ class ProgressPage:
         """Open or create the page; raise MachineError if ``path`` is not a file, or the disk is full."""
         self._path = path
         with translate_os_errors("open", path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 os.ftruncate(descriptor, _PAGE_BYTES)
                 if os.fstat(descriptor).st_blocks * 512 < _PAGE_BYTES:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import MAX_DEPTH, MAX_SHARDS, TensorRef, decode, encode
 from elastic_resume.checkpoint.shards import Shards
 from elastic_resume.errors import CorruptError, UntrackableError
@@ -195,6 +196,26 @@ def test_depth_is_limited_when_encoding_and_decoding() -> None:
         encode(nested(10_000))
     with pytest.raises(CorruptError, match="nested too deeply"):
         decode(nested(10_000))
+
+
+def overflow(*args: Any) -> Any:
+    """Recurse for ever."""
+    return overflow(*args)
+
+
+def test_unknown_tag_is_named() -> None:
+    """It may be of a later version."""
+    with pytest.raises(CorruptError, match="unknown tag 'pickle'"):
+        decode({"$": "pickle"})
+
+
+def test_full_stack_is_named_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may call from deep within its own recursion."""
+    monkeypatch.setattr(json_codec, "_encode", overflow)
+    with pytest.raises(UntrackableError, match=r"^opt: nested too deeply for the interpreter"):
+        encode([], "opt")
+    with pytest.raises(UntrackableError, match=r"^state: nested too deeply for the interpreter"):
+        encode([])
 
 
 @pytest.mark.parametrize(
