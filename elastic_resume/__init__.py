@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
     from elastic_resume.state.open_checkpoint import load as load
+    from elastic_resume.training.epochs import epochs as epochs
+    from elastic_resume.training.epochs import steps as steps
     from elastic_resume.training.hsdp import shard_mesh as shard_mesh
     from elastic_resume.training.resume import resume as resume
     from elastic_resume.training.run import Run as Run
@@ -46,10 +48,12 @@ _MODULE_BY_NAME = {
     "Run": "elastic_resume.training.run",
     "ShardedStream": "elastic_resume.data.sharded_stream",
     "WorldChange": "elastic_resume.data.batch_size",
+    "epochs": "elastic_resume.training.epochs",
     "load": "elastic_resume.state.open_checkpoint",
     "resume": "elastic_resume.training.resume",
     "seeded": "elastic_resume.data.rng",
     "shard_mesh": "elastic_resume.training.hsdp",
+    "steps": "elastic_resume.training.epochs",
 }
 
 __all__ = [
@@ -62,11 +66,13 @@ __all__ = [
     "ShardedStream",
     "WorldChange",
     "__version__",
+    "epochs",
     "errors",
     "load",
     "resume",
     "seeded",
     "shard_mesh",
+    "steps",
 ]
 
 
