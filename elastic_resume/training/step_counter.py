@@ -132,6 +132,8 @@ class StepCounter:
         """
         self.end_step(must_decide=True)
         self._is_open = False
+        if self._held:
+            raise UsageError(self._describe_unexpected(self._count_batches()))
         if self._was_read and not self._is_known:
             raise UsageError(
                 "an epoch is over, and no optimizer of er.epochs() has taken a step, so nothing would be "
