@@ -3,12 +3,10 @@
 ::
 
     import elastic_resume as er
-    run = er.resume(model=model, optimizer=opt, scheduler=sched, data=batches)
-    model = run.ddp(model)
-    for epoch in run.epochs(EPOCHS):
+    for epoch in er.epochs(EPOCHS, loader, model=model, optimizer=optimizer, scheduler=scheduler):
         for batch in loader:
             ...
-            run.step()
+            optimizer.step()
 
 `errors` has every error that is raised on purpose: ``except er.errors.CheckpointError``. Other names are
 imported at first use, so that the command line tools start without torch.
