@@ -191,11 +191,16 @@ class StepCounter:
     def _describe_unexpected(self, expected: int) -> str:
         counts = self._unexpected
         each = format_count(expected, "batch", "batches")
-        if len(set(counts)) == 1 and counts[0] > 1:
+        if len(set(counts)) == 1 and counts[0] != expected:
+            remedy = f"Leave accumulate= or micro_batch= out, or take a step per {each}."
+            if counts[0] > 1:
+                remedy = (
+                    f"If it accumulates gradients, {self._explain(counts[0])} If it takes steps on batches "
+                    "that it has read before, use er.resume() and run.step()."
+                )
             return (
-                f"the loop takes one optimizer step per {counts[0]} batches of its loader, and er.epochs() "
-                f"expects one per {each}. If it accumulates gradients, {self._explain(counts[0])} If it "
-                "takes steps on batches that it has read before, use er.resume() and run.step()."
+                f"the loop takes one optimizer step per {format_count(counts[0], 'batch', 'batches')} of its "
+                f"loader, and er.epochs() expects one per {each}. {remedy}"
             )
         return (
             f"two optimizer steps came after {' and '.join(map(str, counts[-2:]))} batches of the loader, "

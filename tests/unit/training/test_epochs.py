@@ -164,6 +164,12 @@ def test_accumulation_counts_optimizer_steps(begin: Begin) -> None:
     assert len(job.loader) == 8
     accumulate(job, epochs, 4)
     assert (job.at, len(job.read)) == ((2, 0, 4), 16)
+    job = begin(samples=26)
+    with pytest.raises(
+        UsageError, match=r"step per 1 batch of its loader.*per 4 batches\. Leave accumulate="
+    ):
+        accumulate(job, job.epochs(accumulate=4, run_id="other"), 1)
+    assert job.at == (0, 0, 0)
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, 60])
