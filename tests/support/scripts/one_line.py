@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +36,13 @@ def main() -> None:
     model = DistributedDataParallel(bare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     is_one_line = os.environ["LINES"] == "1"
-    kind = DistributedSampler if is_one_line else er.ElasticSampler
+    kind: Any = DistributedSampler if is_one_line else er.ElasticSampler
     sampler = kind(dataset, seed=5)
-    loader = DataLoader(dataset, batch_size=3, sampler=sampler)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=3, sampler=sampler)
     if is_one_line:
-        epochs = er.epochs(EPOCHS, loader, **objects)
+        epochs: Any = er.epochs(EPOCHS, loader, **objects)
         run = epochs.run
     else:
         run = er.resume(data=loader, **objects)
