@@ -3,12 +3,10 @@
 ::
 
     import elastic_resume as er
-    run = er.resume(model=model, optimizer=opt, scheduler=sched, data=batches)
-    model = run.ddp(model)
-    for epoch in run.epochs(EPOCHS):
+    for epoch in er.epochs(EPOCHS, loader, model=model, optimizer=optimizer, scheduler=scheduler):
         for batch in loader:
             ...
-            run.step()
+            optimizer.step()
 
 `errors` has every error that is raised on purpose: ``except er.errors.CheckpointError``. Other names are
 imported at first use, so that the command line tools start without torch.
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
     from elastic_resume.state.open_checkpoint import load as load
+    from elastic_resume.training.epochs import epochs as epochs
+    from elastic_resume.training.epochs import steps as steps
     from elastic_resume.training.hsdp import shard_mesh as shard_mesh
     from elastic_resume.training.resume import resume as resume
     from elastic_resume.training.run import Run as Run
@@ -46,10 +46,12 @@ _MODULE_BY_NAME = {
     "Run": "elastic_resume.training.run",
     "ShardedStream": "elastic_resume.data.sharded_stream",
     "WorldChange": "elastic_resume.data.batch_size",
+    "epochs": "elastic_resume.training.epochs",
     "load": "elastic_resume.state.open_checkpoint",
     "resume": "elastic_resume.training.resume",
     "seeded": "elastic_resume.data.rng",
     "shard_mesh": "elastic_resume.training.hsdp",
+    "steps": "elastic_resume.training.epochs",
 }
 
 __all__ = [
@@ -62,11 +64,13 @@ __all__ = [
     "ShardedStream",
     "WorldChange",
     "__version__",
+    "epochs",
     "errors",
     "load",
     "resume",
     "seeded",
     "shard_mesh",
+    "steps",
 ]
 
 

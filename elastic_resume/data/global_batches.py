@@ -264,9 +264,15 @@ class GlobalBatches(BatchSampler):
         plan = self._epoch_plan()
         if self.micro_batch is None:
             return plan.steps
-        full_parts = batch_size.count_micro_batches(plan.global_batch, self._world_size, self.micro_batch)
-        last_parts = self.parts(plan.steps - 1) if plan.steps > plan.first_step else full_parts
-        return (plan.steps - 1) * full_parts + last_parts
+        last_parts = self.parts(plan.steps - 1) if plan.steps > plan.first_step else self.batches_before(1)
+        return self.batches_before(plan.steps - 1) + last_parts
+
+    def batches_before(self, step_in_epoch: int) -> int:
+        """Return the number of the loader's batches before a step, as if this world had taken them all."""
+        global_batch = self._epoch_plan().global_batch
+        return step_in_epoch * batch_size.count_micro_batches(
+            global_batch, self._world_size, self.micro_batch
+        )
 
     # ---- what libraries read from a BatchSampler -----------------------------------------------------
 

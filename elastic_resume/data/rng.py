@@ -48,21 +48,23 @@ T = TypeVar("T")
 
 
 class RandomNumbers:
-    """One rank's random numbers. Checkpoints store only the seed."""
+    """One rank's random numbers. Checkpoints store the seed, and ``marks`` beside it."""
 
     def __init__(self, mode: str, seed: int, rank: int = 0) -> None:
         """Start with ``seed``, of at most 64 bits; ``mode`` is one of MODES."""
         self.seed = seed
+        self.marks: dict[str, bool] = {}  # facts about the job; here because checkpoints have no other place
         self._mode, self._rank = mode, rank
         self._stepping_thread = 0  # the thread that ended the last step, until it requests a batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the seed."""
-        return {"seed": self.seed}
+        """Return the seed and the marks."""
+        return {"seed": self.seed, **self.marks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the job's first seed."""
+        """Load the job's first seed, and its marks."""
         self.seed = state["seed"]
+        self.marks = {name: value for name, value in state.items() if name != "seed"}
 
     def start_at(self, step: int) -> None:
         """Seed for the step after ``step``, at the beginning of a generation or an epoch."""

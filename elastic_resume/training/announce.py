@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_resume import constants
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import WorldChange
@@ -14,6 +16,7 @@ from elastic_resume.policy.resume_plan import DISK
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.coordinator import ResumeResult
+from elastic_resume.state import state_dict
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
@@ -52,15 +55,23 @@ def resume_event_fields(result: ResumeResult, position: Position, world_size: in
     }
 
 
+def start_worker(context: RankContext, generation: int, step: int, tracked: Mapping[str, Any]) -> None:
+    """Emit the event of a rank's start."""
+    context.events.emit(
+        "worker-start",
+        generation=generation,
+        step=step,
+        local_rank=context.local_rank,
+        world_size=context.collectives.size,
+        gpu=state_dict.find_gpu_uuid(tracked),
+    )
+
+
 def log_start(
-    result: ResumeResult,
-    position: Position,
-    world_size: int,
-    *,
-    world_change: WorldChange | None,
-    repeated_steps: int,
+    result: ResumeResult, context: RankContext, position: Position, *, world_change: WorldChange | None
 ) -> None:
     """Log where training starts or continues, in one line, and a warning for each rejected state."""
+    world_size = context.collectives.size
     for state in result.plan.rejected:
         logger.warning(
             f"rejected {state.node}/{state.name}: {state.reason.rstrip('.')}. See `elastic-resume ls`."
@@ -68,10 +79,9 @@ def log_start(
     parts = [format_start(result, position, world_size)]
     if world_change is not None:
         parts.append(world_change.describe())
-    if repeated_steps:
-        count = format_count(repeated_steps, "finished step")
-        parts.append(f"epoch {position.epoch} starts over and repeats {count}, because resume() got no data=")
     logger.info("; ".join(filter(None, parts)))
+    # After the line: whoever has seen the event finds it.
+    context.events.emit("resume", **resume_event_fields(result, position, world_size))
 
 
 def format_start(result: ResumeResult, position: Position, world_size: int) -> str:
@@ -100,6 +110,27 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     return f"generation {plan.generation}: {state}{lost}; {world}{restored}"
 
 
+def log_enumerate_hint(context: RankContext, position: Position) -> None:
+    """Log at the first resume within an epoch that an index over the loader starts at 0 again there."""
+    marker = context.node_dir / constants.ENUMERATE_HINT_FILE
+    if not position.step_in_epoch or context.collectives.rank or marker.exists():
+        return
+    with contextlib.suppress(OSError):
+        marker.touch()
+    logger.info(
+        f"epoch {position.epoch} goes on after its step {position.step_in_epoch}: enumerate(loader) starts "
+        "at 0 again there. If the loop uses the index, write run.enumerate(loader). This is logged once."
+    )
+
+
+def warn_of_unfinished_loop(place: str) -> None:
+    """Warn that the script has left its loop, ``place``, and the process ends."""
+    logger.warning(
+        f"WARNING: the loop was left {place}, and the same command will go on there. If the training is "
+        "over, write run.stop() before the break."
+    )
+
+
 class EarlierRunNotice:
     """Logs once that this job resumes an earlier run, and how their commands differ.
 
@@ -121,6 +152,13 @@ class EarlierRunNotice:
             )
             where = f"at step {position.step} (epoch {position.epoch})"
             self._text = f"RESUMING AN EARLIER RUN from {context.run_dir} {where}. {difference}."
+
+    def begin_loop(self, finished_reason: str, *, is_stopped: bool) -> None:
+        """Log the notice when the loop begins, and that the training was stopped if it was."""
+        reason = "run.stop() has ended the training" if is_stopped else finished_reason
+        if is_stopped and not self._text and not self._context.collectives.rank:
+            logger.info(f"nothing is left to train: {reason}.")
+        self.log_once(reason)
 
     def log_once(self, finished_reason: str = "") -> None:
         """Log the notice at the first call. ``finished_reason`` says why nothing is left to train."""

@@ -130,6 +130,11 @@ class TrainingProgress:
 
     def start_epoch(self, *, from_start: bool = False) -> int:
         """Move the data to the epoch's next step, or to its first; return the number of the epoch."""
+        if self.repeated_steps and self._rank == 0:
+            count = format_count(self.repeated_steps, "finished step")
+            logger.info(
+                f"epoch {self.position.epoch} starts over and repeats {count}, because resume() got no data="
+            )
         self._micro_batch, self._reads_ahead = None, False
         self._growing_steps = self._equal_steps = self._batches_per_step = 0
         self._seen_batches = self._batches.loader_prefetch if self._batches is not None else None
@@ -148,18 +153,29 @@ class TrainingProgress:
         self.repeated_steps = 0
         return self.position.epoch
 
-    def finish_step(self) -> Position:
-        """Count a finished step; return the new position.
+    def count_step_batches(self, default: int) -> int:
+        """Return the number of the loader's batches in the current step, ``default`` if it is not known."""
+        return default if self._batches is None else self._micro_batch_count()
+
+    def enumerate_batches(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Yield each batch with its index in the whole epoch. See `Run.enumerate`."""
+        iterator = iter(loader)  # may end a step
+        at = self.position.step_in_epoch
+        start = at if self._batches is None or self.has_no_batch_left else self._batches.batches_before(at)
+        return enumerate(iterator, 0 if self.has_no_batch_left else start)
+
+    def finish_step(self, skipped: int = 0) -> Position:
+        """Count a finished step, and ``skipped`` ones before it; return the new position.
 
         Raises:
             UsageError: the epoch has no step left, or micro-batches of the step are missing.
 
         """
         before, batches = self.position, self._batches
-        stop = before.step_in_epoch + 1
+        stop = before.step_in_epoch + 1 + skipped
         samples = before.samples
         if batches is not None:
-            if self.has_no_batch_left:
+            if stop > batches.steps:
                 raise UsageError(
                     f"run.step() was called {stop} times in epoch {before.epoch}, which has "
                     f"{format_count(batches.steps, 'step')}: write `for epoch in run.epochs(EPOCHS)`, and "
@@ -173,12 +189,12 @@ class TrainingProgress:
                     f"run.step() was called after {self._micro_batch + 1} of the {count} micro-batches of "
                     f"step {before.step + 1}: call it when run.last_micro_batch is true."
                 )
-            self._check_what_was_read(batches, count)
-            samples += batches.samples(before.step_in_epoch)
+            self._check_what_was_read(batches, count * (1 + skipped))
+            samples += sum(map(batches.samples, range(before.step_in_epoch, stop)))
             batches.advance(stop)
         elif self._stream is not None:
             samples += self._stream.count_step()
-        self.position = Position(before.epoch, stop, before.step + 1, samples)
+        self.position = Position(before.epoch, stop, before.step + 1 + skipped, samples)
         self.is_epoch_over = False
         if self._micro_batch is not None:
             self._micro_batch = -1
@@ -207,8 +223,16 @@ class TrainingProgress:
             self._stream.start_epoch(self.position.epoch)
         self.is_epoch_over = True
 
+    def stop(self) -> None:
+        """End the training within its epoch, or at its end."""
+        # A second state of an epoch's end needs a step of its own.
+        step = self.position.step + self.is_epoch_over
+        self.position, self.is_epoch_over = replace(self._next_epoch_position(), step=step), True
+
     def position_to_resume_from(self) -> tuple[Position, bool]:
         """Return the position for a save after an epoch's last batch, and whether its epoch is over."""
+        if self.is_epoch_over:
+            return self.position, True
         if self.has_no_batch_left or (self._stream is not None and self._stream.is_over):
             return self._next_epoch_position(), True
         return self.position, self.is_epoch_over
@@ -291,6 +315,24 @@ class TrainingProgress:
         if batches_per_step == self._world_size * self._micro_batch_count():
             text += f" If an optimizer step reads one batch: {SECOND_SHARDING}"
         return text
+
+
+class StepLimit:
+    """The last step that this generation may take, if workers of other nodes have finished."""
+
+    def __init__(self, text: str) -> None:
+        """``text`` is empty or "STEP NODES": see `RestartController.limit_last_step`."""
+        step, _, self._nodes = text.partition(" ")
+        self._last_step = int(step) if step else None
+
+    def check(self, step: int) -> None:
+        """Raise UsageError for a step after ``step``, if the training has ended on other nodes."""
+        if self._last_step is not None and step >= self._last_step:
+            raise UsageError(
+                f"the training has ended on {self._nodes}, and the ranks here would take step "
+                f"{step + 1} without it. Do all nodes have the same arguments, and end after "
+                f"the same step? What {self._nodes} saved is complete."
+            )
 
 
 def _start_position(manifest: Manifest | None, data: GlobalBatches | ShardedStream | None) -> Position:

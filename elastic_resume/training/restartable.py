@@ -20,15 +20,17 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,15 +39,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
+from elastic_resume import failpoints
 from elastic_resume.errors import ElasticResumeError, UsageError, WorldChanged
 from elastic_resume.ranks.group_connections import GroupConnections
+from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots.progress_page import STACKS_SIGNAL
+from elastic_resume.slots.slot_memory import ControlBlock
 from elastic_resume.training import worker_exit
 from elastic_resume.training.supervisor_link import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 INTERRUPT_SIGNAL = STACKS_SIGNAL + 1
 # A broken connection reaches the peers before their agents end the generation.
@@ -299,6 +305,36 @@ def is_gpu_alive() -> bool:
     return works.wait(GPU_CHECK_TIMEOUT_S)
 
 
+class _Interruptible(Protocol):
+    _interrupter: Interrupter
+
+
+R = TypeVar("R", bound=_Interruptible)
+
+
+def uninterrupted(method: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+    """Let a change of the world wait for the end of ``method``, which writes into shared memory."""
+
+    @functools.wraps(method)
+    def protected(self: R, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._interrupter.protect():
+            return method(self, *args, **kwargs)
+
+    return protected
+
+
+def make_ddp(model: nn.Module, *, is_tracked: bool, **ddp_kwargs: Any) -> DistributedDataParallel:
+    """Wrap a model; of a tracked one `er.resume` has compared all ranks, so it is not broadcast."""
+    kwargs: dict[str, Any] = {"init_sync": False} if is_tracked else {}
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) == 1 and next(iter(devices)).type == "cuda":
+        kwargs["device_ids"] = [next(iter(devices)).index]
+    wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
+    reference = weakref.ref(wrapped)  # the registration outlives the generation
+    failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
+    return wrapped
+
+
 def release_wrapper(wrapper: DistributedDataParallel) -> None:
     """Free what a DDP module holds of its world: gradient buckets, hooks on parameters, and the group.
 
@@ -327,7 +363,43 @@ def _describe_group(group: dist.ProcessGroup) -> str:
     return "of another kind"
 
 
-def check_wrapper(wrapper: DistributedDataParallel) -> None:
+def check_call(*, is_second: bool) -> None:
+    """Raise UsageError for the second call of a process, and for one outside the main thread."""
+    if is_second:
+        raise UsageError(
+            "run.restartable: a restartable function was called before in this process. A new worker "
+            "would run the first one while the others are in the second: make one function of both."
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("run.restartable: call the function in the main thread.")
+
+
+def check_world(*, owns_group: bool, is_wrapped: bool) -> None:
+    """Raise UsageError for what the script has made for this world before the function is called."""
+    if not owns_group and dist.is_initialized():
+        raise UsageError(
+            "run.restartable: the script has called init_process_group(), so er.resume() cannot do it "
+            "again for the next world. Leave that call out."
+        )
+    if is_wrapped:
+        raise UsageError(
+            "run.restartable: the model was wrapped in DistributedDataParallel, or given to "
+            "run.replicate(), before the function was called: do it in the function."
+        )
+
+
+def check_wrappers(wrappers: Collection[DistributedDataParallel], *, may_lack: bool) -> None:
+    """Raise UsageError for a wrapper that could not be made anew, or if there is none."""
+    for wrapper in wrappers:
+        _check_wrapper(wrapper)
+    if not (wrappers or may_lack):
+        raise UsageError(
+            "run.restartable: no model was given to run.ddp() or run.replicate() in the function. A "
+            "DistributedDataParallel that the script makes itself would keep the ranks of its world."
+        )
+
+
+def _check_wrapper(wrapper: DistributedDataParallel) -> None:
     """Raise UsageError for a communication hook, whose state would be of another world, and for arguments."""
     check_ddp_arguments(vars(wrapper))  # a library may have made it
     hooks = getattr(wrapper, "_comm_hooks", [])
@@ -347,6 +419,15 @@ def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
                 f"run.ddp: {name}=True is not possible in a run.restartable function: leave it out, or train "
                 "without run.restartable."
             )
+
+
+def has_saved_state(kind: str, control: ControlBlock, context: RankContext) -> bool:
+    """Return whether any node can hold a state of this job: this one does, or another one did."""
+    return (
+        kind == "resumed"
+        or any(slot.snapshot_id for slot in control.read_slots())
+        or bool(context.catalog.list_entries())
+    )
 
 
 def require_saved_state(kind: str) -> None:

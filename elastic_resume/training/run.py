@@ -13,12 +13,11 @@ import inspect
 import logging
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -41,18 +40,26 @@ from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, hsdp, worker_exit
 from elastic_resume.training.heartbeat import count_collectives
 from elastic_resume.training.own_time import OwnTime
+from elastic_resume.training.progress import StepLimit
 from elastic_resume.training.rank0_buffers import Rank0Buffers
 from elastic_resume.training.restartable import (
     Interrupter,
     RestartableCall,
     ScriptState,
+    check_call,
     check_ddp_arguments,
     check_groups,
-    check_wrapper,
+    check_world,
+    check_wrappers,
+    has_saved_state,
+    make_ddp,
     release_wrapper,
     require_saved_state,
+    uninterrupted,
 )
 from elastic_resume.training.run_parts import RunArguments, RunParts, open_context, restore_parts
+from elastic_resume.training.script_hooks import ScriptHooks
+from elastic_resume.training.step_counter import StepCounter
 from elastic_resume.training.supervisor_link import SupervisorLink
 
 logger = logging.getLogger(__name__)
@@ -64,20 +71,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 MAX_FINAL_SAVE_ATTEMPTS = 3
+IS_STOPPED = "stopped"  # a mark of the checkpoint
 RETRY_S = 1.0
-
-
-def _uninterrupted(
-    method: Callable[Concatenate[Run, P], T],
-) -> Callable[Concatenate[Run, P], T]:
-    """Let a change of the world wait for the end of ``method``, which writes into shared memory."""
-
-    @functools.wraps(method)
-    def protected(self: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._interrupter.protect():
-            return method(self, *args, **kwargs)
-
-    return protected
 
 
 class Run:
@@ -105,12 +100,14 @@ class Run:
         self._pid = os.getpid()
         self._closed = True  # no generation is begun
         self._is_restartable = False  # a restartable function runs
-        self._hooks: list[Callable[[], None]] = []  # of the script, for each generation
+        self._script_hooks = ScriptHooks()
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
         self._fsdp_modules = weakref.WeakSet(hsdp.find_fsdp_modules() if standby else ())
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._wrappers_checked = True  # in this generation
+        self._step_counter: StepCounter | None = None  # of `er.epochs` or `er.steps`
+        self._unfinished_loop = ""  # the place in a loop that has not come to its end
         if standby and link is not None:
             self._make_call(link).run(self._enter_generation)
         else:
@@ -134,15 +131,13 @@ class Run:
         self._plan = parts.result.plan
         self._replay = parts.replay
         self._drain_request = parts.drain_request
-        self._start_hooks: list[Callable[[], object]] | None = []  # None after the hooks have run
+        self._script_hooks.begin_generation()
         self._closed = False
         self._is_replicated = False
         self._step_event_interval_s = context.settings.step_mark_s
         self._next_step_event_s = 0.0
         self._recorded_step = self.position.step
-        # "STEP NODES" if workers of other nodes have finished: see `RestartController.limit_last_step`.
-        last_step, _, self._finished_nodes = os.environ.get(constants.ENV_LAST_STEP, "").partition(" ")
-        self._last_step = int(last_step) if last_step else None
+        self._step_limit = StepLimit(os.environ.get(constants.ENV_LAST_STEP, ""))
         worker_exit.set_generation(
             generation=self.generation,
             read_step=lambda: self._recorded_step,
@@ -222,17 +217,11 @@ class Run:
             return model
         if self._is_restartable:
             check_ddp_arguments(ddp_kwargs)
-        kwargs: dict[str, Any] = {"init_sync": False} if name is not None else {}
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) == 1 and next(iter(devices)).type == "cuda":
-            kwargs["device_ids"] = [next(iter(devices)).index]
-        wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
+        wrapped = make_ddp(model, is_tracked=name is not None, **ddp_kwargs)
         self._wrappers.add(wrapped)
         if name is not None:
             self._bucket_order.prepare(name, inner, wrapped)
             self._own_time.watch(wrapped)
-        reference = weakref.ref(wrapped)  # the registration outlives the generation
-        failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
         return wrapped
 
     def replicate(self, model: nn.Module) -> nn.Module:
@@ -257,17 +246,67 @@ class Run:
         epoch: a save that is due at its last step is made when the script asks for the next epoch. After the
         last epoch the final state is committed on every node.
         """
-        self._run_start_hooks()
-        finished = self.position.epoch >= count
-        self._earlier_run_notice.log_once(
-            f"epoch {self.position.epoch} of {count} is over" if finished else ""
-        )
+        announce.log_enumerate_hint(self._context, self.position)
+        return self._iterate("epoch", count, lambda: self.position.epoch, self.begin_epoch, self.end_epoch)
+
+    def _iterate(
+        self,
+        unit: str,
+        count: int,
+        get_number: Callable[[], int],
+        begin: Callable[[], int],
+        end: Callable[[], None],
+    ) -> Iterator[int]:
+        self._script_hooks.run()
+        self._random_numbers.start_at(self.position.step)
+        finished = f"{unit} {get_number()} of {count} is over" if get_number() >= count else ""
+        self._earlier_run_notice.begin_loop(finished, is_stopped=self._is_stopped)
         with self._heartbeat.idle_afterwards():
-            while self.position.epoch < count:
-                yield self.begin_epoch()
-                self.end_epoch()
-            self._save_final_state()
-            self._context.events.emit("run-end", **self._position_fields(), **self._progress_fields())
+            while get_number() < count and not self._is_stopped:
+                self._unfinished_loop = f"in {unit} {get_number() + 1} of {count}"
+                yield begin()
+                if not self._is_stopped:
+                    end()
+            self._end_training()
+
+    def _end_training(self) -> None:
+        self._unfinished_loop = ""
+        self._save_final_state()
+        self._context.events.emit("run-end", **self._position_fields(), **self._progress_fields())
+
+    def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Yield (index, batch), like ``enumerate(loader)``; ``loader`` is that of the run, perhaps wrapped.
+
+        In a resumed epoch the index goes on where the epoch was interrupted, while ``enumerate`` starts at 0.
+        """
+        return self._progress.enumerate_batches(loader)
+
+    @uninterrupted
+    def stop(self) -> None:
+        """End the training before its last epoch, and save the final state: ``run.stop()``, then ``break``.
+
+        Call it on all ranks. The checkpoint remembers it, so the same command trains no further step.
+
+        Raises:
+            UsageError: an exception is being handled within a step.
+
+        """
+        self._script_hooks.run()
+        if self._is_stopped:
+            return
+        if self._step_counter is not None and self._step_counter.is_broken:
+            raise UsageError("run.stop() was called while an exception was being handled, within a step.")
+        self._random_numbers.marks[IS_STOPPED] = True  # before the snapshot of an open step
+        self._end_open_step()
+        self._progress.stop()
+        exchange(self._rank_values, self._context.collectives)
+        self._rank0_buffers.receive()
+        with self._heartbeat.idle_afterwards():
+            self._end_training()
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._random_numbers.marks.get(IS_STOPPED, False)
 
     def begin_epoch(self, *, from_start: bool = False) -> int:
         """Begin the next epoch, or go on with an interrupted one; return its number.
@@ -281,11 +320,11 @@ class Run:
                 a `ShardedStream`.
 
         """
-        self._run_start_hooks()
+        self._script_hooks.run()
         self._random_numbers.start_at(self.position.step)
         return self._progress.start_epoch(from_start=from_start)
 
-    @_uninterrupted
+    @uninterrupted
     def end_epoch(self) -> None:
         """Count the epoch, when the work after its last step is done too. Save if a save is due.
 
@@ -312,20 +351,50 @@ class Run:
             UntrackableError: a save is due, and an object now holds state that cannot be stored.
 
         """
+        if self._step_counter is not None:
+            raise UsageError(
+                "run.step() was called in a loop over er.epochs() or er.steps(), which counts the steps: "
+                "leave run.step() out, or write run = er.resume(...) and run.epochs()."
+            )
+        self._finish_steps(1)
+
+    def _finish_steps(self, count: int) -> None:
+        """Mark the step boundary after ``count`` steps, of which the loop has skipped all but the last."""
         if self._closed:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
-        self._run_start_hooks()
-        self._count_step()
+        if self._is_stopped and not self._unfinished_loop:
+            raise UsageError(
+                "the loop takes another step after run.stop(), which has ended the training of this job: "
+                "leave the loop with `break`. To train on, start a job with another --rdzv-id."
+            )
+        self._script_hooks.run()
+        self._count_step(count - 1)
         failpoints.hit("between-steps", self.position.step)
 
-    @_uninterrupted
-    def _count_step(self) -> None:
+    def _count_optimizer_steps(self, accumulate: int, explain: Callable[[int], str]) -> StepCounter:
+        """Count the steps of optimizers. ``accumulate`` is for a data order that does not know it."""
+        self._step_counter = StepCounter(
+            self._tracked,
+            finish=self._finish_steps,
+            count_batches=lambda: self._progress.count_step_batches(accumulate),
+            get_marks=lambda: self._random_numbers.marks,
+            explain=explain,
+        )
+        return self._step_counter
+
+    def _end_open_step(self) -> None:
+        """Count a step that has ended and is not counted yet."""
+        if self._step_counter is not None:
+            self._step_counter.end_step(must_decide=True)
+
+    @uninterrupted
+    def _count_step(self, skipped: int) -> None:
         self._earlier_run_notice.log_once()
         self._earlier_run_notice.record_start()
-        self._require_step_before_end()
+        self._step_limit.check(self.position.step)
         if not self._wrappers_checked:
             self._check_wrappers()
-        position = self._progress.finish_step()
+        position = self._progress.finish_step(skipped)
         exchange(self._rank_values, self._context.collectives)
         self._rank0_buffers.receive()
         self._bucket_order.end_step()
@@ -343,16 +412,6 @@ class Run:
         if is_drained:
             self._drain_request.terminate_process()
         self._own_time.end_step()
-
-    def _require_step_before_end(self) -> None:
-        """Refuse a step after the end of the training on other nodes."""
-        nodes = self._finished_nodes
-        if self._last_step is not None and self.position.step >= self._last_step:
-            raise UsageError(
-                f"the training has ended on {nodes}, and the ranks here would take step "
-                f"{self.position.step + 1} without it. Do all nodes have the same arguments, and end after "
-                f"the same step? What {nodes} saved is complete."
-            )
 
     def _record_step(self, position: Position) -> None:
         self._heartbeat.finish_step(position.step)
@@ -459,7 +518,11 @@ class Run:
         its other work is done, for a resume from it begins with the next epoch. None on other ranks, if this
         generation began with that step on disk, after a logged disk failure, and in a proof of a resume.
         """
-        self._run_start_hooks()  # the state must include the hooks' changes for this world
+        self._script_hooks.run()  # the state must include the hooks' changes for this world
+        if self._step_counter is not None and self._step_counter.is_broken:
+            logger.warning("run.save() within a step, while an exception is being handled: nothing is saved.")
+            return None
+        self._end_open_step()
         if not (self._context.is_local_leader or self._snapshot_scheduler.is_sharded):
             return None
         if self._replay is not None:  # a newer state is saved, and this one may prove wrong
@@ -499,9 +562,9 @@ class Run:
 
         def add() -> None:
             if self._plan.kind == "resumed":
-                self._add_start_hook(lambda: hook(self))
+                self._script_hooks.add(lambda: hook(self))
 
-        self._add_hook(add)
+        self._script_hooks.register(add, is_permanent=not self._is_restartable)
         return hook
 
     def on_world_change(self, hook: W) -> W:
@@ -520,9 +583,9 @@ class Run:
 
         def add() -> None:
             if (change := self.world_change) is not None:
-                self._add_start_hook(lambda: hook(change))
+                self._script_hooks.add(lambda: hook(change))
 
-        self._add_hook(add)
+        self._script_hooks.register(add, is_permanent=not self._is_restartable)
         return hook
 
     @contextlib.contextmanager
@@ -565,7 +628,7 @@ class Run:
 
     # ---- generations of one process ------------------------------------------------------------------
 
-    @_uninterrupted
+    @uninterrupted
     def _enter_generation(self) -> None:
         """Join the ranks of this generation, restore the state, and begin."""
         was_called, may_be_changed = self._script_state is not None, self._has_restored
@@ -585,8 +648,7 @@ class Run:
         if may_be_changed:
             require_saved_state(parts.result.plan.kind)
         self._begin_generation(parts)
-        for add in self._hooks:
-            add()
+        self._script_hooks.add_again()
         if was_called:
             self._begin_training()
 
@@ -605,7 +667,8 @@ class Run:
     def _leave_generation(self) -> str:
         """Release all that belongs to this generation; return why this process can enter no other, or ""."""
         obstacle = ""
-        if not (self._closed or self._has_saved_state()):
+        control = self._committer_connection.slot_client.control_block
+        if not (self._closed or has_saved_state(self._plan.kind, control, self._context)):
             obstacle = "no snapshot or checkpoint exists that it could load"
         elif self._script_state is not None and not self._script_state.has_same_modes():
             obstacle = "it was interrupted at the begin or end of an autocast or inference block"
@@ -617,15 +680,6 @@ class Run:
         if self._collectives is not None:
             self._collectives.leave()
         return obstacle
-
-    def _has_saved_state(self) -> bool:
-        """Return whether any node can hold a state of this job: this one does, or another one did."""
-        control = self._committer_connection.slot_client.control_block
-        return (
-            self._plan.kind == "resumed"
-            or any(slot.snapshot_id for slot in control.read_slots())
-            or bool(self._context.catalog.list_entries())
-        )
 
     def _make_call(self, link: SupervisorLink) -> RestartableCall:
         return RestartableCall(
@@ -640,40 +694,21 @@ class Run:
         self._snapshot_scheduler.snapshotter.stop_waiting_for_peers()
 
     def _check_restartable(self) -> None:
-        if self._script_state is not None:
-            raise UsageError(
-                "run.restartable: a restartable function was called before in this process. A new worker "
-                "would run the first one while the others are in the second: make one function of both."
-            )
-        if threading.current_thread() is not threading.main_thread():
-            raise UsageError("run.restartable: call the function in the main thread.")
+        check_call(is_second=self._script_state is not None)
         if self._link is None or self._collectives is None:
             return
         self._fsdp_modules = weakref.WeakSet(hsdp.find_survivors())
-        if not self._collectives.created_default_group and dist.is_initialized():
-            raise UsageError(
-                "run.restartable: the script has called init_process_group(), so er.resume() cannot do it "
-                "again for the next world. Leave that call out."
-            )
-        if self._wrappers or self._is_replicated:
-            raise UsageError(
-                "run.restartable: the model was wrapped in DistributedDataParallel, or given to "
-                "run.replicate(), before the function was called: do it in the function."
-            )
+        check_world(
+            owns_group=self._collectives.created_default_group,
+            is_wrapped=bool(self._wrappers) or self._is_replicated,
+        )
 
     def _check_wrappers(self) -> None:
         """Refuse, at the first step, what the function has made and could not be made anew."""
         self._wrappers_checked = True
-        if self._link is None:
-            return
-        check_groups(self._connections)
-        for wrapper in self._wrappers:
-            check_wrapper(wrapper)
-        if not (self._wrappers or self._is_replicated) and self.world_size > 1:
-            raise UsageError(
-                "run.restartable: no model was given to run.ddp() or run.replicate() in the function. A "
-                "DistributedDataParallel that the script makes itself would keep the ranks of its world."
-            )
+        if self._link is not None:
+            check_groups(self._connections)
+            check_wrappers(self._wrappers, may_lack=self._is_replicated or self.world_size == 1)
 
     # ---- internals -----------------------------------------------------------------------------------
 
@@ -681,47 +716,11 @@ class Run:
         """Emit the events of the start, and log it."""
         self._earlier_run_notice = announce.EarlierRunNotice(result, self._context, self.position, sys.argv)
         self._heartbeat.start_generation(self.generation, self.position.step)
-        self._context.events.emit(
-            "worker-start",
-            **self._position_fields(),
-            local_rank=self._context.local_rank,
-            world_size=self.world_size,
-            gpu=state_dict.find_gpu_uuid(self._tracked),
-        )
+        announce.start_worker(self._context, self.generation, self.position.step, self._tracked)
         self._random_numbers.start_at(self.position.step)
         if self.rank == 0:
-            announce.log_start(
-                result,
-                self.position,
-                self.world_size,
-                world_change=self.world_change,
-                repeated_steps=self._progress.repeated_steps,
-            )
-            fields = announce.resume_event_fields(result, self.position, self.world_size)
-            self._context.events.emit("resume", **fields)  # after the line, which readers of it look for
+            announce.log_start(result, self._context, self.position, world_change=self.world_change)
         atexit.register(self._release)
-
-    def _add_hook(self, add: Callable[[], None]) -> None:
-        """Register a hook of the script: for this generation, and for later ones of this process.
-
-        A restartable function registers its hooks again in each.
-        """
-        if not self._is_restartable:
-            self._hooks.append(add)
-        add()
-
-    def _add_start_hook(self, hook: Callable[[], object]) -> None:
-        """Register a hook, or run it now if the generation has started training."""
-        if self._start_hooks is None:
-            hook()
-        else:
-            self._start_hooks.append(hook)
-
-    def _run_start_hooks(self) -> None:
-        """Run the script's hooks once, before the generation's first epoch, step or save."""
-        hooks, self._start_hooks = self._start_hooks or [], None
-        for hook in hooks:
-            hook()
 
     def _save_if_due(self) -> bool:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
@@ -784,6 +783,8 @@ class Run:
         if is_over:
             self._earlier_run_notice.log_once("the script has taken no step")
             self._earlier_run_notice.record_start()
+            if self._unfinished_loop and self.rank == 0 and not worker_exit.is_error_raised():
+                announce.warn_of_unfinished_loop(self._unfinished_loop)
         else:
             self._stop_waiting_for_peers()
         atexit.unregister(self._release)  # the registration would keep this run and its slots alive

@@ -124,6 +124,11 @@ class _ExceptHook:
                 print(f"elastic_resume: error: {damage}", file=sys.stderr, flush=True)
 
 
+def is_error_raised() -> bool:
+    """Return whether an exception is being handled, or has ended the script."""
+    return sys.exc_info()[0] is not None or hasattr(sys, "last_value")
+
+
 def _is_printed_by_agent() -> bool:
     """Return whether an agent prints to the same standard error as this process."""
     agent = os.environ.get(constants.ENV_AGENT_PID, "")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import elastic_resume as er
 
@@ -90,16 +90,15 @@ def main() -> None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
 
     train, test = dataset(1000, 1), dataset(200, 2)
-    sampler = er.ElasticSampler(train)
+    sampler: DistributedSampler[Any] = DistributedSampler(train, world_size, rank)
     loader = DataLoader(train, batch_size=batch_size, sampler=sampler)
     model = network()
     ema = ModelEMA(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if distributed:
         model = DistributedDataParallel(model)
-    run = er.resume(model=model, ema=ema, optimizer=optimizer, data=loader)
 
-    for epoch in run.epochs(epochs):
+    for epoch in er.epochs(epochs, loader, model=model, ema=ema, optimizer=optimizer):
         sampler.set_epoch(epoch)
         for points, values in loader:
             loss = mse_loss(model(points), values)
@@ -107,7 +106,6 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             ema.update(model)
-            run.step()
         if rank == 0:
             print(f"epoch {epoch + 1}: error of the average {error(ema.module, test):.5f}", flush=True)
     if distributed:

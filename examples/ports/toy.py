@@ -41,9 +41,8 @@ def demo_checkpoint(steps: int) -> None:
     ddp_model = DDP(model)
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
-    run = er.resume(model=ddp_model, optimizer=optimizer)
 
-    for step in range(run.position.step, steps):
+    for step in er.steps(steps, model=ddp_model, optimizer=optimizer):
         optimizer.zero_grad()
         outputs = ddp_model(torch.randn(20, 10))
         labels = torch.randn(20, 5)
@@ -52,9 +51,7 @@ def demo_checkpoint(steps: int) -> None:
         optimizer.step()
         if rank == 0:
             print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
-        run.step()
 
-    run.close()
     dist.destroy_process_group()
 
 

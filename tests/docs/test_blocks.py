@@ -451,7 +451,8 @@ def test_session_of_page_runs(
 def test_fragments_run_on_two_ranks(tmp_path: Path) -> None:
     """With the objects that a reader's script has."""
     fragments = [block for block in BLOCKS if block.is_fragment]
-    code = [(block.code if "er.resume(" in block.code else RESUMED + block.code) for block in fragments]
+    resumes = re.compile(r"er\.(resume|epochs|steps)\(")
+    code = [(block.code if resumes.search(block.code) else RESUMED + block.code) for block in fragments]
     code = [text.replace("dist.init_process_group()\n", "") for text in code]  # page.py has called it
     numbered = [[0, PREFACE], *([1000 * number, text] for number, text in enumerate(code, 1))]
     (tmp_path / "blocks").write_text(json.dumps(numbered))

@@ -359,7 +359,7 @@ class Script:
         self.optimizer = self.own_optimizer or self.kind.optimizer(self.ddp.parameters())
         while self.run.position.step < until:
             self.losses = []
-            self.run._run_start_hooks()  # there is no epoch
+            self.run._script_hooks.run()  # there is no epoch
             with torch.no_grad():
                 self.model.eval()
                 self.reach("evaluation")

@@ -402,7 +402,7 @@ def test_world_change_hook_runs_once_for_each_change(begin: Begin, tmp_path: Pat
         run.on_world_change(heard.append)
         assert heard == []
         run._release()
-        run._run_start_hooks()
+        run._script_hooks.run()
         assert heard == [er.WorldChange(3, 1, 6, 2)]
         assert heard[0].factor == pytest.approx(1 / 3)
     begin(data, on_world_change=KEEP_LOCAL).step()

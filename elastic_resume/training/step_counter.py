@@ -1,0 +1,289 @@
+"""Count the steps of a loop by what it asks for, so that the script needs no ``run.step()``.
+
+A step ends when the loop asks its loader for the next batch after an optimizer step, or asks for the next
+epoch. So all that the loop does after ``optimizer.step()`` belongs to the step that it follows.
+
+The position in the data counts batches, so a step must cover all that were read since the last one. A batch
+without an optimizer step, which the loop has skipped, is counted with the optimizer step that follows. Three
+loops look alike in their first steps: one that skips a batch, one that accumulates gradients, and one that
+reads ahead. So nothing is counted before one step has read the number of batches that the data order expects.
+A loop that does not get there is refused. Once it has, batches in between were skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elastic_resume.errors import ConfigError, UsageError
+from elastic_resume.units import format_count
+
+MAX_UNEXPECTED = 2  # steps in a row with another number of batches than expected
+MAX_SKIPPING = 8  # such steps in a row of a loop that has read the expected number before
+IS_KNOWN = "has_counted_steps"  # a mark of the checkpoint: the loop has read the expected number before
+
+
+class StepCounter:
+    """Counts the steps of one loop. A loop without a loader calls `begin_step` and `end_open_step` itself."""
+
+    def __init__(
+        self,
+        tracked: Mapping[str, Any],
+        *,
+        finish: Callable[[int], None],
+        count_batches: Callable[[], int],
+        get_marks: Callable[[], dict[str, bool]],
+        explain: Callable[[int], str],
+    ) -> None:
+        """Watch the optimizers and GradScalers among the tracked objects.
+
+        ``finish`` counts so many steps, and marks one step boundary. ``count_batches`` returns the expected
+        number of batches in the current step, and ``get_marks`` the marks of the checkpoint. ``explain`` says
+        how to set another number of batches.
+
+        Raises:
+            ConfigError: there is no optimizer.
+
+        """
+        self._finish, self._count_batches = finish, count_batches
+        self._get_marks, self._explain = get_marks, explain
+        self._thread = 0  # that runs the loop
+        self._is_read_elsewhere = False  # another thread reads the loader
+        self._epoch = 0  # counts the epochs of this process; 0 before the first
+        self._is_open = False  # an epoch is open
+        self._reader: weakref.ref[_Reader] | None = None  # of the loop, in this epoch
+        self._is_exhausted = False  # the loop has trained on the epoch to its end
+        self._was_read = False  # to its end, perhaps without any training
+        self._is_read_again = False  # batches were read through another iterator
+        self._batches = 0  # of the loop since the last optimizer step that has ended
+        self._held = 0  # before that, and not counted yet
+        self._unexpected: list[int] = []  # newest numbers of batches per step, unless they were as expected
+        self.has_stepped = False  # since the last step boundary
+        optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
+        if not optimizers:
+            raise ConfigError(
+                "er.epochs() and er.steps() count a step when an optimizer of torch takes one, and got none: "
+                "pass it as optimizer=. For an optimizer of another kind use er.resume() and run.step()."
+            )
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._after_optimizer_step)
+        for item in tracked.values():
+            if isinstance(item, torch.amp.GradScaler):
+                self._watch_scaler(item)
+
+    def _watch_scaler(self, scaler: Any) -> None:
+        """Count ``update()`` too: with infinite gradients the scaler leaves the optimizer's step out."""
+        update = scaler.update
+
+        @functools.wraps(update)
+        def watched(*args: Any, **kwargs: Any) -> None:
+            update(*args, **kwargs)
+            self._after_optimizer_step()
+
+        scaler.update = watched
+
+    def _after_optimizer_step(self, *_: Any) -> None:
+        if not self._is_open or threading.get_ident() != self._thread:
+            return
+        if self._is_read_elsewhere:
+            raise UsageError(
+                "another thread reads the loader of er.epochs(), perhaps ahead of the training, so "
+                "its requests do not end the steps of the loop. Count them yourself: use er.resume() and "
+                "run.step()."
+            )
+        if self._is_read_again and not self._batches:
+            raise UsageError(
+                "the loop trains on a second iterator over its loader in one epoch, and er.epochs() counts "
+                "the batches of the first: let each epoch read the loader once."
+            )
+        self.has_stepped = True
+        if (reader := self._find_reader()) is not None:
+            reader.has_trained = True
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an exception is being handled in a step that is not counted yet."""
+        return self.has_stepped and sys.exc_info()[0] is not None
+
+    # ---- what the loop over epochs or steps calls --------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; what an interrupted one has left is forgotten."""
+        self._thread, self._is_open = threading.get_ident(), True
+        self._epoch += 1
+        self._reader = None
+        self._is_exhausted = self._was_read = self.has_stepped = False
+        self._is_read_again = self._is_read_elsewhere = False
+        self._batches = self._held = 0
+
+    def end_epoch(self) -> None:
+        """Count the step that is open, when the loop asks for the next epoch.
+
+        Raises:
+            UsageError: the loop reads another number of batches per step than is expected, or none.
+
+        """
+        self.end_step(must_decide=True)
+        self._is_open = False
+        if self._held:
+            raise UsageError(self._describe_unexpected(self._count_batches()))
+        if self._was_read and not self._is_known:
+            raise UsageError(
+                "an epoch is over, and no optimizer of er.epochs() has taken a step, so nothing would be "
+                "saved. Pass all optimizers of the loop as optimizer=, in a dict if they are several."
+            )
+
+    def begin_step(self) -> None:
+        """Begin a step of a loop that draws its batches itself."""
+        self.begin_epoch()
+        self._batches = 1
+
+    def end_open_step(self) -> None:
+        """Count the step that `begin_step` has begun, unless a save has counted it."""
+        self._is_open = False
+        if self._batches:
+            self.has_stepped = True
+            self.end_step()
+
+    def end_step(self, *, must_decide: bool = False) -> None:
+        """Count what was read up to the last optimizer step, if there was one since the last boundary.
+
+        With ``must_decide`` refuse a number of batches that only later steps could explain.
+
+        Raises:
+            UsageError: the loop reads another number of batches per step than is expected.
+
+        """
+        if not self.has_stepped:
+            return
+        self.has_stepped = False
+        batches, self._batches = self._batches, 0
+        if not batches:  # an optimizer that steps once more, at the end of an epoch
+            return
+        expected = self._count_batches()
+        if batches == expected and not self._held:
+            self._unexpected.clear()
+            self._get_marks()[IS_KNOWN] = True
+            self._finish(1)
+            return
+        self._held += batches
+        self._unexpected.append(batches)
+        if self._is_known and not self._held % expected and len(self._unexpected) < MAX_SKIPPING:
+            self._finish_held(expected)
+        elif must_decide or len(self._unexpected) >= MAX_UNEXPECTED:
+            raise UsageError(self._describe_unexpected(expected))
+
+    @property
+    def _is_known(self) -> bool:
+        return self._get_marks().get(IS_KNOWN, False)
+
+    def _finish_held(self, expected: int) -> None:
+        held, self._held = self._held, 0
+        self._finish(held // expected)
+
+    def _describe_unexpected(self, expected: int) -> str:
+        counts = self._unexpected
+        each = format_count(expected, "batch", "batches")
+        if len(set(counts)) == 1 and counts[0] != expected:
+            remedy = f"Leave accumulate= or micro_batch= out, or take a step per {each}."
+            if counts[0] > 1:
+                remedy = (
+                    f"If it accumulates gradients, {self._explain(counts[0])} If it takes steps on batches "
+                    "that it has read before, use er.resume() and run.step()."
+                )
+            return (
+                f"the loop takes one optimizer step per {format_count(counts[0], 'batch', 'batches')} of its "
+                f"loader, and er.epochs() expects one per {each}. {remedy}"
+            )
+        return (
+            f"two optimizer steps came after {' and '.join(map(str, counts[-2:]))} batches of the loader, "
+            f"and er.epochs() expects {each} for each. A loop that reads ahead of its steps, or that leaves "
+            "out the first batch that it reads, must count them itself: use er.resume() and run.step()."
+        )
+
+    # ---- what the loader calls ---------------------------------------------------------------------------
+
+    def read(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return an iterator over the loader whose requests end steps, if it is that of the loop."""
+        is_loop = self._begin_reading()
+        reader = _Reader(self, make_iterator(), self._epoch)
+        if is_loop:
+            self._reader, self._batches = weakref.ref(reader), 0
+        return reader
+
+    def _begin_reading(self) -> bool:
+        """Return whether an iterator that begins now is that of the loop. Another one evaluates.
+
+        The loop's first iterator is its own, and so is one that follows an iterator that the loop has left.
+        """
+        if not self._is_open or self._is_foreign_thread():
+            return False
+        reader = self._find_reader()
+        if self._is_exhausted or not (reader is None or reader.is_over):
+            return False
+        self.end_step()
+        return True
+
+    def before_batch(self, reader: _Reader) -> None:
+        """End the step before ``reader`` is asked for a batch."""
+        if not self._is_open or self._is_foreign_thread():
+            return
+        if reader.epoch != self._epoch:
+            raise UsageError(
+                "the loop goes on with an iterator over its loader that was made before this epoch. A resume "
+                "would not find its place: write `for batch in loader` within the loop over er.epochs()."
+            )
+        if reader is self._find_reader():
+            self.end_step()
+
+    def after_batch(self, reader: _Reader) -> None:
+        """Count a batch that ``reader`` has returned."""
+        if reader is self._find_reader():
+            self._batches += 1
+            self._is_read_again = False
+        else:
+            self._is_read_again = self._is_open
+
+    def after_last_batch(self, reader: _Reader) -> None:
+        """Count the batches at the end of an epoch that the loop has skipped."""
+        reader.is_over = True
+        if not self._is_open or reader is not self._find_reader():
+            return
+        self._was_read, self._is_exhausted = True, reader.has_trained
+        expected = self._count_batches()
+        left = self._held + self._batches
+        if left and reader.has_trained and self._is_known and not left % expected:
+            self._batches, self._held = 0, left
+            self._finish_held(expected)
+
+    def _find_reader(self) -> _Reader | None:
+        return None if self._reader is None else self._reader()
+
+    def _is_foreign_thread(self) -> bool:
+        self._is_read_elsewhere |= threading.get_ident() != self._thread
+        return threading.get_ident() != self._thread
+
+
+class _Reader(Iterator[Any]):
+    """One iteration over the loader."""
+
+    def __init__(self, counter: StepCounter, inner: Iterator[Any], epoch: int) -> None:
+        self._counter, self._inner, self.epoch = counter, inner, epoch
+        self.is_over = self.has_trained = False
+
+    def __next__(self) -> Any:
+        self._counter.before_batch(self)
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._counter.after_last_batch(self)
+            raise
+        self._counter.after_batch(self)
+        return batch
