@@ -21,7 +21,7 @@ from elastic_resume.data.batch_size import (
     read_rank_and_world_size,
 )
 from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches, make_permutation
-from elastic_resume.data.rng import SeededDataset, attach_epoch
+from elastic_resume.data.rng import SeededDataset, SeededIndices, attach_epoch
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.units import format_count
 
@@ -124,17 +124,21 @@ class ElasticSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples from the position of `resume` to the end of the epoch."""
         if self._batches is not None:
-            return (index for share in self._batches for index in self._attach_epoch(share, share.epoch))
+            return (index for share in self._batches for index in self._attach_epoch(share))
         order = list(range(self.dataset_size))
         if self.shuffle:
             order = make_permutation(self.dataset_size, self.seed, self.epoch).tolist()
         rank, size = self.rank, self.num_replicas
         count = len(self)
         order += (order * -(-count * size // len(order)))[: max(0, count * size - len(order))]
-        return iter(self._attach_epoch(order[: count * size][rank::size], self.epoch))
+        return iter(
+            self._attach_epoch(SeededIndices(order[: count * size][rank::size], self.seed, self.epoch))
+        )
 
-    def _attach_epoch(self, indices: list[int], epoch: int) -> Iterable[int]:
-        return attach_epoch(indices, self.seed, epoch) if self._carries_epoch else indices
+    def _attach_epoch(self, share: SeededIndices) -> Iterable[int]:
+        if self._carries_epoch or share.worker_seed is not None:
+            return attach_epoch(share, share.seed, share.epoch, share.worker_seed)
+        return share
 
     def __len__(self) -> int:
         """Return the number of this rank's samples in a whole epoch, also within an epoch."""
@@ -214,6 +218,11 @@ class LocalBatches(GlobalBatches):
         """The number of samples in one batch of the loader."""
         return self._local_batch
 
+    @property
+    def sampler(self) -> ElasticSampler:  # type: ignore[override]
+        """The sampler that the script made, whose ``set_epoch`` libraries call."""
+        return self._sampler
+
     def includes_step(self, step: int) -> bool:
         """Return whether this world takes the step, and no earlier world took it."""
         return step >= self._epoch_plan().first_step
@@ -285,7 +294,10 @@ def _find_batches(data: Any) -> GlobalBatches | None:
         return batches
     sampler = getattr(data if batches is None else batches, "sampler", None)
     if isinstance(sampler, ElasticSampler) and isinstance(batches, BatchSampler):
-        return sampler.attach(batches.batch_size, batches.drop_last)
+        found = sampler.attach(batches.batch_size, batches.drop_last)
+        if isinstance(data, DataLoader) and type(batches).__name__ == "BatchSampler":  # torch's, torchdata's
+            _replace_batch_sampler(data, found)
+        return found
     if isinstance(sampler, ElasticSampler) and batches is None:  # the dataset's items are whole batches
         return sampler.attach(1, drop_last=False)
     if isinstance(data, ElasticSampler):
@@ -300,6 +312,12 @@ def _find_batches(data: Any) -> GlobalBatches | None:
     if isinstance(data, DataLoader) and not _has_own_state(data):
         raise ConfigError(f"data= is a DataLoader whose position in an epoch cannot be restored. {_ADVICE}")
     return None
+
+
+def _replace_batch_sampler(loader: DataLoader[Any], batches: GlobalBatches) -> None:
+    """Let ``loader`` read ``batches`` themselves, which carry the seed of its workers with each batch."""
+    object.__setattr__(loader, "batch_sampler", batches)  # DataLoader's own refuses a change
+    loader._iterator = None  # persistent workers of an earlier iterator read the former  # noqa: SLF001
 
 
 def _check_not_prepared(loader: Any) -> None:

@@ -124,6 +124,8 @@ def restore_parts(
             progress.repeated_steps = 0
         if options.seed is not None:
             random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+        if batches is not None:
+            batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
         heartbeat = RankHeartbeat(page, context)
         scheduler = SnapshotScheduler(
             context,
