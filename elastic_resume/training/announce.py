@@ -58,7 +58,6 @@ def log_start(
     world_size: int,
     *,
     world_change: WorldChange | None,
-    repeated_steps: int,
 ) -> None:
     """Log where training starts or continues, in one line, and a warning for each rejected state."""
     for state in result.plan.rejected:
@@ -68,9 +67,6 @@ def log_start(
     parts = [format_start(result, position, world_size)]
     if world_change is not None:
         parts.append(world_change.describe())
-    if repeated_steps:
-        count = format_count(repeated_steps, "finished step")
-        parts.append(f"epoch {position.epoch} starts over and repeats {count}, because resume() got no data=")
     logger.info("; ".join(filter(None, parts)))
 
 
@@ -78,6 +74,8 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     """Describe in one line where a generation starts."""
     plan = result.plan
     state = "no checkpoint found, starting fresh"
+    if plan.previous_world_size is not None:
+        state = "no snapshot or checkpoint of the generation before, starting over"
     if plan.kind == "resumed":
         tier = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
         sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""

@@ -145,8 +145,17 @@ class TrainingProgress:
             )
         elif self._stream is not None:
             self._stream.start_epoch(self.position.epoch)
-        self.repeated_steps = 0
+        self._log_repeated_steps()
         return self.position.epoch
+
+    def _log_repeated_steps(self) -> None:
+        """Log that the loop over epochs starts an epoch over. A loop over steps never comes here."""
+        steps, self.repeated_steps = self.repeated_steps, 0
+        if steps and self._rank == 0:
+            logger.info(
+                f"epoch {self.position.epoch} starts over and repeats "
+                f"{format_count(steps, 'finished step')}, because resume() got no data="
+            )
 
     def finish_step(self) -> Position:
         """Count a finished step; return the new position.

@@ -695,7 +695,6 @@ class Run:
                 self.position,
                 self.world_size,
                 world_change=self.world_change,
-                repeated_steps=self._progress.repeated_steps,
             )
             # After the line: whoever has seen the event finds it.
             self._context.events.emit(

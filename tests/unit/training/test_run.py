@@ -881,6 +881,23 @@ def test_step_events_accumulate_stall_time(
     assert 0 <= stalled[0] <= stalled[1] < stalled[1] + 0.3 <= stalled[2]
 
 
+@pytest.mark.parametrize("loop", ["epochs", "steps"])
+def test_repeated_steps_are_logged_where_they_are_repeated(
+    begin: Begin, capsys: pytest.CaptureFixture[str], loop: str
+) -> None:
+    """A loop over steps goes on at its position, and repeats none."""
+    first = begin(data=None)
+    for _ in range(4):
+        first.step()
+    first.run.save()
+    capsys.readouterr()
+    second = begin(data=None)
+    for _ in second.run.epochs(1) if loop == "epochs" else range(second.run.position.step, 6):
+        second.step()
+    log = capsys.readouterr().err
+    assert ("epoch 0 starts over and repeats 4 finished steps" in log) == (loop == "epochs")
+
+
 def test_one_restartable_function_per_process(begin: Begin) -> None:
     """A new worker would run the first one while the others are in the second."""
     run = begin().run
