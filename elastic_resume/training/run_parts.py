@@ -122,10 +122,7 @@ def restore_parts(
         progress = TrainingProgress(result.manifest, batches, options, context.collectives, stream)
         if coordinator.DATA in tracked:  # an object that keeps its own position
             progress.repeated_steps = 0
-        if options.seed is not None:
-            random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
-        if batches is not None:
-            batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
+        _set_seeds(random_numbers, batches, options)
         heartbeat = RankHeartbeat(page, context)
         scheduler = SnapshotScheduler(
             context,
@@ -158,6 +155,14 @@ def restore_parts(
         state_bytes,
         replay,
     )
+
+
+def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None, options: RunOptions) -> None:
+    """Set the seeds, after the checkpoint's is loaded."""
+    if options.seed is not None:
+        random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+    if batches is not None:
+        batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
 
 def _begin_replay(
