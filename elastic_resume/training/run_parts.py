@@ -16,7 +16,7 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
 from elastic_resume.data import elastic_sampler, rng
 from elastic_resume.data.global_batches import GlobalBatches
-from elastic_resume.data.rank_values import RankState
+from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
@@ -108,6 +108,8 @@ def restore_parts(
         seed = options.seed if options.seed is not None else shared_seed
         bucket_order = BucketOrder()
         random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
+        rank_values = [item for item in objects.values() if isinstance(item, RankState)]
+        exchange(rank_values, context.collectives)  # else a cold start would give all ranks rank 0's
         tracked = {
             **objects,
             "elastic_resume.buckets": bucket_order,
@@ -142,7 +144,7 @@ def restore_parts(
     return RunParts(
         context,
         tracked,
-        [item for item in objects.values() if isinstance(item, RankState)],
+        rank_values,
         node_dir,
         connection,
         bucket_order,
