@@ -108,8 +108,7 @@ def restore_parts(
         seed = options.seed if options.seed is not None else shared_seed
         bucket_order = BucketOrder()
         random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
-        rank_values = [item for item in objects.values() if isinstance(item, RankState)]
-        exchange(rank_values, context.collectives)  # else a cold start would give all ranks rank 0's
+        rank_values = _exchange_rank_values(context, objects)
         tracked = {
             **objects,
             "elastic_resume.buckets": bucket_order,
@@ -157,6 +156,13 @@ def restore_parts(
         state_bytes,
         replay,
     )
+
+
+def _exchange_rank_values(context: RankContext, objects: dict[str, Any]) -> list[RankState]:
+    """Exchange the first values of all ranks. Else a cold start would give all ranks rank 0's."""
+    found = [item for item in objects.values() if isinstance(item, RankState)]
+    exchange(found, context.collectives)
+    return found
 
 
 def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None, options: RunOptions) -> None:
