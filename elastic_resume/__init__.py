@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elastic_resume.data.elastic_sampler import ElasticSampler as ElasticSampler
     from elastic_resume.data.global_batches import GlobalBatches as GlobalBatches
     from elastic_resume.data.rank_values import RankValues as RankValues
+    from elastic_resume.data.rank_values import per_rank as per_rank
     from elastic_resume.data.rng import seeded as seeded
     from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
@@ -48,6 +49,7 @@ _MODULE_BY_NAME = {
     "WorldChange": "elastic_resume.data.batch_size",
     "epochs": "elastic_resume.training.epochs",
     "load": "elastic_resume.state.open_checkpoint",
+    "per_rank": "elastic_resume.data.rank_values",
     "resume": "elastic_resume.training.resume",
     "seeded": "elastic_resume.data.rng",
     "shard_mesh": "elastic_resume.training.hsdp",
@@ -67,6 +69,7 @@ __all__ = [
     "epochs",
     "errors",
     "load",
+    "per_rank",
     "resume",
     "seeded",
     "shard_mesh",

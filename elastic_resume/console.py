@@ -25,11 +25,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
@@ -88,7 +91,28 @@ class StderrHandler(logging.Handler):
         if sys.stderr is None:  # print() would take standard output then
             return
         with contextlib.suppress(OSError, ValueError):
-            print(f"{self._prefix}{self.format(record)}", file=sys.stderr, flush=True)
+            start = _find_line_start(sys.stderr)
+            print(f"{start}{self._prefix}{self.format(record)}", file=sys.stderr, flush=True)
+
+
+def _find_line_start(stream: TextIO) -> str:
+    """Return what brings the cursor to an empty line, since a progress bar leaves it behind the bar.
+
+    On a terminal the bar is erased; it is drawn again. A file shows how it ends. What a pipe was given last
+    is unknown, so it gets a new line if tqdm draws a bar in this process.
+    """
+    try:
+        if stream.isatty():
+            return "" if os.environ.get("TERM", "dumb") == "dumb" else "\r\x1b[K"
+        stream.flush()
+        details = os.fstat(stream.fileno())
+        if stat.S_ISREG(details.st_mode):
+            with open(f"/proc/self/fd/{stream.fileno()}", "rb") as file:
+                return "\n" if os.pread(file.fileno(), 1, details.st_size - 1) not in {b"", b"\n"} else ""
+    except (OSError, ValueError, AttributeError):  # another object in place of sys.stderr, or write-only
+        pass
+    bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return "\n" if getattr(bar, "_instances", ()) else ""
 
 
 def show_log(prefix: str, environ: Mapping[str, str]) -> None:

@@ -218,9 +218,14 @@ class RestartController:
         if not isinstance(decision, GiveUp):
             self.log.log_restart(result.verdict, decision, joined, lost, view.preparing_nodes)
         self._carry_out(decision)
-        # The workers had their time, since all ranks resume.
-        if view.rank == 0 and not self._has_ever_resumed() and (view.failures or lost):
-            self.log.warn_of_no_resume("the workers ended before er.resume() returned", view.failures)
+        # The workers had their time, since all ranks resume. One that was killed may have been importing.
+        root_cause = result.verdict.root_cause
+        ended_itself = root_cause is not None and root_cause.kind in {
+            failure_classification.EXCEPTION,
+            failure_classification.EXIT,
+        }
+        if view.rank == 0 and not self._has_ever_resumed() and ended_itself:
+            self.log.warn_of_no_resume("the workers ended before er.resume() returned")
 
     def _has_ever_resumed(self) -> bool:
         return any(result.start_step is not None for result in self._history)

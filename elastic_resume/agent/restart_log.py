@@ -11,7 +11,6 @@ from pathlib import Path
 
 from elastic_resume.agent.failure_evidence import FailureEvents
 from elastic_resume.policy.failure_classification import (
-    NETWORK,
     NODE_FAILURE_KINDS,
     Failure,
     FailureVerdict,
@@ -195,9 +194,9 @@ class RestartLog:
         if self._resume_timer is not None:
             self._resume_timer.cancel()
 
-    def warn_of_no_resume(self, why: str, failures: Sequence[Failure] = ()) -> None:
-        """Warn once that no worker came out of `er.resume`, unless a partition explains it."""
-        if self._has_warned_of_no_resume or any(failure.kind == NETWORK for failure in failures):
+    def warn_of_no_resume(self, why: str) -> None:
+        """Warn once that no worker came out of `er.resume`."""
+        if self._has_warned_of_no_resume:
             return
         self._has_warned_of_no_resume = True
         logger.warning(

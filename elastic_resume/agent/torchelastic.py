@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.events.handlers import get_logging_handler
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -76,6 +76,7 @@ logger = logging.getLogger(__name__)
 RENDEZVOUS_BACKEND = "elastic_resume"
 # torchelastic's own variable: with 1 it does not exchange ranks through the store.
 ENV_WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
+_RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchelastic's too, for --shutdown-timeout
 # torch's own rendezvous backends that need no server; ours replaces them.
 TORCH_RENDEZVOUS_BACKENDS = ("c10d", "static")
@@ -398,6 +399,34 @@ class LaunchSpec:
     store_port: int = 0
 
 
+class _LogsOfEachStart(LogsSpecs):
+    """Give each start of workers a directory of its own: ``attempt_0``, ``attempt_1`` and so on.
+
+    torchelastic counts failures of its own workers only. After another node's failure it would use the same
+    directory again, and remove what the workers here have printed.
+    """
+
+    def __init__(self, logs_specs: LogsSpecs) -> None:
+        super().__init__()
+        self._logs_specs, self._starts = logs_specs, 0
+
+    @property
+    def root_log_dir(self) -> str:
+        """See base class."""
+        return self._logs_specs.root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """See base class. What it sets in ``envs`` are the workers' own variables."""
+        counts = {local_rank: env.get(_RESTART_COUNT, "0") for local_rank, env in envs.items()}
+        for env in envs.values():
+            env[_RESTART_COUNT] = str(self._starts)
+        self._starts += 1
+        destinations = self._logs_specs.reify(envs)
+        for local_rank, count in counts.items():
+            envs[local_rank][_RESTART_COUNT] = count
+        return destinations
+
+
 def build_parser() -> run_help.RunParser:
     """Return the parser of ``elastic-resume run``: torchrun's flags, with PET_* defaults, and ours."""
     try:
@@ -452,13 +481,16 @@ def prepare_launch(
     if "monitor_interval" not in given_flags:
         args.monitor_interval = MONITOR_INTERVAL_S
     with contextlib.ExitStack() as stack:
-        if args.log_dir is None and args.redirects == args.tee == "0":
+        keeps_output = not (args.log_dir is None and args.redirects == args.tee == "0")
+        if not keeps_output:
             # torchelastic needs a directory for error files, and would leave one in /tmp at every start.
             args.log_dir = stack.enter_context(make_temporary_dir())
         try:
             if "OMP_NUM_THREADS" not in os.environ and determine_local_world_size(args.nproc_per_node) > 1:
                 os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same, and prints four lines
             config, entrypoint, entrypoint_args = config_from_args(args)
+            if keeps_output and config.logs_specs is not None:
+                config.logs_specs = _LogsOfEachStart(config.logs_specs)
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(str(error) or f"torchrun rejects these flags: {error!r}") from error
         options.check_launch_config(config)

@@ -51,6 +51,22 @@ _MAX_NAMED = 5
 MAX_NODES = 24
 MAX_INCIDENTS = 5
 MAX_SPARES = 24
+_INCIDENT_NAMES = {
+    "exception": "exceptions",
+    "exit": "workers with an exit code",
+    "signal": "workers killed by a signal",
+    "oom": "out of memory",
+    "hang": "hangs",
+    "divergence": "replicas that differ",
+    "disk": "disk errors",
+    "gpu": "GPU errors",
+    "stuck": "processes that cannot be killed",
+    "node-lost": "lost nodes",
+    "preempted": "preempted nodes",
+    "network": "unreachable nodes",
+    "job": "all nodes at once",
+    "unknown": "unknown causes",
+}
 _INCIDENT_COLUMNS = ("UTC", "generation", "cause", "recomputed", "recovery")
 _COLUMNS = ("rank", "node", "step", "steps/s", "snapshot", "checkpoint", "updated", "")
 
@@ -134,8 +150,11 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
     by_kind = sorted(totals["incidents"].items())
     count = sum(totals["incidents"].values())
     if not count:
-        return ["no incidents"]
-    kinds = ", ".join(f"{number} {kind}" for kind, number in by_kind)
+        return ["no failures"]
+    names = {kind: _INCIDENT_NAMES.get(kind, kind) for kind, _ in by_kind}
+    kinds = ", ".join(f"{names[kind]}: {number}" for kind, number in by_kind)
+    if len(by_kind) == 1:
+        kinds = names[by_kind[0][0]]
     steps = format_count(totals["recomputed_steps"], "step")
     rows = [
         (
@@ -148,7 +167,7 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
         for incident in status["incidents"][-MAX_INCIDENTS:]
     ]
     return [
-        *wrap_text(f"{format_count(count, 'incident')} ({kinds}), {steps} recomputed"),
+        *wrap_text(f"{format_count(count, 'failure')} ({kinds}), {steps} recomputed"),
         *format_table(_INCIDENT_COLUMNS, rows, right_aligned=(1, 3), shrinkable=2),
     ]
 

@@ -181,9 +181,12 @@ class WorldChange:
         return self.global_batch / self.old_global_batch
 
     def describe(self) -> str:
-        """Describe a change of the global batch; return an empty text if there is none."""
+        """Describe what changes in a step; return an empty text if it is not known."""
         if self.old_global_batch == self.global_batch:
-            return ""
+            if self.global_batch is None or self.old_world_size == self.world_size:
+                return ""
+            before, now = (-(-self.global_batch // size) for size in (self.old_world_size, self.world_size))
+            return f"global batch {self.global_batch} kept, {before} -> {now} samples on each rank"
         return (
             f"global batch {self.old_global_batch} -> {self.global_batch}, learning rate unchanged (see "
             "run.on_world_change)"

@@ -1,29 +1,36 @@
 """Provide `ElasticSampler`, and recognise the kind of object that a script passes as ``data=``.
 
 `ElasticSampler` replaces DistributedSampler in scripts that keep ``batch_size=``. It gives each rank its
-shares of global batches of ``batch_size`` times the number of ranks, one after the other. So the loader's
-batches are those shares, and a position within an epoch has the same meaning in a world of any size.
+shares of global batches of ``batch_size`` times the number of ranks of the job's first world, one after the
+other. So the loader's batches are those shares, and a position within an epoch has the same meaning in a
+world of any size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import (
     KEEP_GLOBAL,
+    KEEP_LOCAL,
     BatchSizing,
     check_bool,
     check_integer,
+    compute_share,
     read_rank_and_world_size,
 )
-from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches, make_permutation
-from elastic_resume.data.rng import SeededDataset, attach_epoch
+from elastic_resume.data.global_batches import SECOND_SHARDING, SIZING_KEY, GlobalBatches, make_permutation
+from elastic_resume.data.rng import SeededDataset, SeededIndices, attach_epoch
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.units import format_count
+
+logger = logging.getLogger(__name__)
 
 
 class ElasticSampler(DistributedSampler[int]):
@@ -36,8 +43,9 @@ class ElasticSampler(DistributedSampler[int]):
     It resumes in a world of any size. Every rank has the same number of batches, and each sample is read
     once in an epoch; nothing is padded. The last samples of an epoch are divided among the ranks, so the
     last batches differ by a sample: multiply the loss by ``run.loss_weight``. With ``drop_last=True`` up
-    to a sample per rank is left out instead, and all weights are 1.0. If fewer samples are left than there
-    are ranks, some ranks read a sample that another rank reads too, with a weight of 0.0.
+    to a sample per rank of the first world is left out instead, and all weights are 1.0 there. If fewer
+    samples are left than there are ranks, some ranks read a sample that another rank reads too, with a
+    weight of 0.0.
 
     With ``accumulate=N`` an optimizer step reads N batches, of ``batch_size`` samples each::
 
@@ -54,8 +62,11 @@ class ElasticSampler(DistributedSampler[int]):
     begins at a step in a resumed epoch too, no gradient is left at the end of an epoch, and all batches are
     equal.
 
-    ``batch_size`` is for one rank, so the global batch grows with the number of ranks, unless the script
-    divides it (``batch_size=256 // world_size``). ``run.on_world_change`` reports each change.
+    ``batch_size`` is for one rank of the job's first world. With another number of ranks the global batch
+    stays, in shares of another size, and so do ``len(loader)`` and the schedule. With ``accumulate``, with a
+    batch sampler of the script's own, or if the script gives another ``batch_size``, each rank reads
+    ``batch_size`` samples, and the global batch follows the number of ranks; so it does with
+    ``on_world_change="keep_local_batch"``. ``run.on_world_change`` reports each change.
 
     Without ``er.resume`` it pads as torch's sampler does and gives each rank as many samples.
     """
@@ -101,6 +112,7 @@ class ElasticSampler(DistributedSampler[int]):
         self.epoch = 0
         self._carries_epoch = isinstance(dataset, SeededDataset)  # then indices carry the epoch
         self._batches: LocalBatches | None = None
+        self._seen_length: int | None = None  # what `len` has returned before `attach`
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle for this epoch. `resume` decides where in the epoch the next iterator begins."""
@@ -108,7 +120,7 @@ class ElasticSampler(DistributedSampler[int]):
         if self._batches is not None:
             self._batches.shuffle_epoch = self.epoch
 
-    def attach(self, batch_size: int, drop_last: bool) -> GlobalBatches:
+    def attach(self, batch_size: int, drop_last: bool) -> LocalBatches:
         """Use the loader's batches from now on. Return the batches that a Run binds and seeks.
 
         Raise ConfigError if the sampler was made for batches of another size.
@@ -121,33 +133,54 @@ class ElasticSampler(DistributedSampler[int]):
         self._batches = LocalBatches(self, batch_size, drop_last)
         return self._batches
 
+    def log_other_length(self) -> None:
+        """Warn if the script has seen another ``len(loader)`` before `resume` than an epoch has."""
+        batches = self._batches
+        if batches is None or self._seen_length is None or self.rank:
+            return
+        seen = -(-self._seen_length // (batches.batch_size * self.accumulate))
+        if seen != batches.steps:
+            logger.warning(
+                f"WARNING: len(loader) was {seen} before er.resume(), and is {batches.steps}: the job keeps "
+                "the global batch of its first world. If a schedule was built from it, such "
+                "as LambdaLR's function, let the function read len(loader) when it is called."
+            )
+
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples from the position of `resume` to the end of the epoch."""
         if self._batches is not None:
-            return (index for share in self._batches for index in self._attach_epoch(share, share.epoch))
+            return (index for share in self._batches for index in self._attach_epoch(share))
         order = list(range(self.dataset_size))
         if self.shuffle:
             order = make_permutation(self.dataset_size, self.seed, self.epoch).tolist()
         rank, size = self.rank, self.num_replicas
-        count = len(self)
+        count = self._count_own_samples()
         order += (order * -(-count * size // len(order)))[: max(0, count * size - len(order))]
-        return iter(self._attach_epoch(order[: count * size][rank::size], self.epoch))
+        return iter(
+            self._attach_epoch(SeededIndices(order[: count * size][rank::size], self.seed, self.epoch))
+        )
 
-    def _attach_epoch(self, indices: list[int], epoch: int) -> Iterable[int]:
-        return attach_epoch(indices, self.seed, epoch) if self._carries_epoch else indices
+    def _attach_epoch(self, share: SeededIndices) -> Iterable[int]:
+        if self._carries_epoch or share.worker_seed is not None:
+            return attach_epoch(share, share.seed, share.epoch, share.worker_seed)
+        return share
 
     def __len__(self) -> int:
         """Return the number of this rank's samples in a whole epoch, also within an epoch."""
         batches = self._batches
         if batches is None:
-            size = self.num_replicas
-            if self.batch_size is not None and self.accumulate > 1:
-                step = self.batch_size * self.accumulate
-                return self.dataset_size // (step * size) * step
-            return self.dataset_size // size if self.drop_last else -(-self.dataset_size // size)
-        last = batches.steps - 1
-        in_step = batches.batch_size * self.accumulate
+            self._seen_length = self._count_own_samples()
+            return self._seen_length
+        last, in_step = batches.steps - 1, batches.full_share_size
         return last * in_step + (len(batches.share(last)) if batches.includes_step(last) else in_step)
+
+    def _count_own_samples(self) -> int:
+        """Return the length without `resume`."""
+        size = self.num_replicas
+        if self.batch_size is not None and self.accumulate > 1:
+            step = self.batch_size * self.accumulate
+            return self.dataset_size // (step * size) * step
+        return self.dataset_size // size if self.drop_last else -(-self.dataset_size // size)
 
     # ---- what libraries read from a DistributedSampler -----------------------------------------------
 
@@ -182,6 +215,8 @@ class LocalBatches(GlobalBatches):
         """``drop_last`` is the loader's, which drops batches; the sampler's own drops samples."""
         self._local_batch = check_integer("batch_size", batch_size, least=1)
         self.shuffle_epoch: int | None = None
+        self.yields_shares = False  # the loader reads these batches themselves, whatever their size is
+        self._saved_local_batch: int | None = None  # the batch size with which the global batch was chosen
         self._sampler = sampler
         micro_batch = batch_size if sampler.accumulate > 1 else None
         order = (sampler.seed, sampler.shuffle, drop_last)
@@ -198,7 +233,20 @@ class LocalBatches(GlobalBatches):
                     f"the ElasticSampler was made with {name}={given}, but here it is {actual}. Leave "
                     "num_replicas and rank out, so that those of the process group are used."
                 )
+        self._saved_local_batch = None
         super().bind(rank, world_size, *args, **more)
+
+    def begin_generation(self, position: Position | None, old_world_size: int | None) -> int | None:
+        """See GlobalBatches."""
+        before = super().begin_generation(position, old_world_size)
+        if before is not None:
+            self._sampler.log_other_length()
+        elif not self._can_keep_global and self._policy is None and self._bound and self._bound[0] == 0:
+            logger.info(
+                "with another number of ranks an epoch has more or fewer steps, so a schedule that counts "
+                "steps gets another length: each rank reads as many samples as now (see on_world_change=)"
+            )
+        return before
 
     def seek(self, epoch: int, step_in_epoch: int) -> None:
         """See GlobalBatches. The order is that of ``epoch`` until the script sets another one."""
@@ -207,12 +255,33 @@ class LocalBatches(GlobalBatches):
 
     def state_dict(self) -> dict[str, Any]:
         """See GlobalBatches. The sizing is always stored, since no argument implies it."""
-        return {**self._order_arguments(0), "cut": asdict(self._sizing)}
+        local_batch = self._saved_local_batch or self._local_batch
+        return {**self._order_arguments(0), SIZING_KEY: asdict(self._sizing), "batch_size": local_batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See GlobalBatches."""
+        super().load_state_dict(state)
+        self._saved_local_batch = state.get("batch_size")
+
+    @property
+    def full_share_size(self) -> int:
+        """The number of this rank's samples in a whole step."""
+        return len(compute_share(self.global_batch, self._rank, self._world_size))
+
+    @property
+    def _can_keep_global(self) -> bool:
+        """Whether a rank's batch may have another size than the loader's argument."""
+        return self.yields_shares and self._sampler.accumulate == 1
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
         """The number of samples in one batch of the loader."""
         return self._local_batch
+
+    @property
+    def sampler(self) -> ElasticSampler:  # type: ignore[override]
+        """The sampler that the script made, whose ``set_epoch`` libraries call."""
+        return self._sampler
 
     def includes_step(self, step: int) -> bool:
         """Return whether this world takes the step, and no earlier world took it."""
@@ -233,6 +302,11 @@ class LocalBatches(GlobalBatches):
 
     def _sizing_for_world(self, before: BatchSizing | None, old_world_size: int) -> BatchSizing:
         size = self.batch_size * self._sampler.accumulate * self._world_size
+        if before is not None and self._policy != KEEP_LOCAL and self._can_keep_global:
+            is_same_script = self._saved_local_batch == self._local_batch  # it divides no batch itself
+            if is_same_script and before.global_batch >= self._world_size:
+                return before
+        self._saved_local_batch = None
         if self._policy == KEEP_GLOBAL and before is not None and before.global_batch != size:
             raise MismatchError(
                 f"the global batch would be {size} (batch_size={self.batch_size} on "
@@ -285,7 +359,10 @@ def _find_batches(data: Any) -> GlobalBatches | None:
         return batches
     sampler = getattr(data if batches is None else batches, "sampler", None)
     if isinstance(sampler, ElasticSampler) and isinstance(batches, BatchSampler):
-        return sampler.attach(batches.batch_size, batches.drop_last)
+        found = sampler.attach(batches.batch_size, batches.drop_last)
+        if isinstance(data, DataLoader) and type(batches).__name__ == "BatchSampler":  # torch's, torchdata's
+            _replace_batch_sampler(data, found)
+        return found
     if isinstance(sampler, ElasticSampler) and batches is None:  # the dataset's items are whole batches
         return sampler.attach(1, drop_last=False)
     if isinstance(data, ElasticSampler):
@@ -300,6 +377,13 @@ def _find_batches(data: Any) -> GlobalBatches | None:
     if isinstance(data, DataLoader) and not _has_own_state(data):
         raise ConfigError(f"data= is a DataLoader whose position in an epoch cannot be restored. {_ADVICE}")
     return None
+
+
+def _replace_batch_sampler(loader: DataLoader[Any], batches: LocalBatches) -> None:
+    """Let ``loader`` read ``batches`` themselves, which carry the seed of its workers with each batch."""
+    object.__setattr__(loader, "batch_sampler", batches)  # DataLoader's own refuses a change
+    batches.yields_shares = True
+    loader._iterator = None  # persistent workers of an earlier iterator read the former  # noqa: SLF001
 
 
 def _check_not_prepared(loader: Any) -> None:

@@ -111,6 +111,7 @@ class GlobalBatches(BatchSampler):
         self._sizing = self._make_sizing(self._requested_global_batch)
         self._epoch, self._step = 0, 0
         self._on_batch_request: Callable[[bool], None] | None = None
+        self.worker_seed: int | None = None  # of the loader's workers; None: they are left alone
         # Whether the first iterator since `seek` has passed the end of the epoch. A script may read the epoch
         # once more with others, to evaluate.
         self.exhausted = False
@@ -413,7 +414,7 @@ class GlobalBatches(BatchSampler):
                 in_share = _nonempty_share(len(share), part, parts)
                 start, stop = first + share[in_share.start], first + share[in_share.stop - 1] + 1
                 indices = range(start, stop) if order is None else order[start:stop].tolist()
-                yield SeededIndices(indices, self.seed, epoch)
+                yield SeededIndices(indices, self.seed, epoch, self.worker_seed)
         if is_first:
             self.exhausted = True
 

@@ -1,24 +1,28 @@
-"""Save small tensors that differ between ranks, such as each rank's sum of losses.
+"""Save small state that differs between ranks, such as each rank's sum of losses or its place in its files.
 
 A checkpoint is the same on every node, so that any node's suffices. So the ranks gather these values at each
 step boundary, and every checkpoint holds all of them. A rank of a world of the same size gets its own value
-back, bit for bit. In a world of another size each rank gets the mean, or rank 0 gets the sum and the others
-zero.
+back, bit for bit. In a world of another size a tensor becomes the mean, or the sum on rank 0 and zero on
+others; of an object's state only the script can know what it means there.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from elastic_resume.checkpoint import json_codec
 from elastic_resume.data.batch_size import read_rank_and_world_size
-from elastic_resume.errors import ConfigError, MismatchError
+from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
+from elastic_resume.units import format_count
 
 MAX_NUMBERS = 64  # all ranks send them at every step
+MAX_STATE_CHARS = 4096  # of an object's state as JSON, likewise
 
 
 class Ranks(Protocol):
@@ -123,3 +127,63 @@ class RankValues(RankState):
             own = values.sum(0) if rank == 0 else torch.zeros_like(values[0])
         with torch.no_grad():
             self._tensor.copy_(own.reshape(self._tensor.shape))
+
+
+class PerRank(RankState):
+    """An object of which each rank keeps its own state. Made by `per_rank`."""
+
+    def __init__(self, item: Any, across_worlds: Callable[[list[Any]], Any] | None) -> None:
+        super().__init__()
+        self._item, self._across_worlds = item, across_worlds
+
+    def read_own(self) -> str:
+        """Return the object's state as JSON. Raise UntrackableError if it is too large, or holds tensors."""
+        name = type(self._item).__name__
+        text = json.dumps(json_codec.encode(self._item.state_dict(), f"er.per_rank({name})"))
+        if len(text) > MAX_STATE_CHARS:
+            raise UntrackableError(
+                f"er.per_rank({name}): its state has {len(text)} characters as JSON. All ranks send theirs "
+                f"at every step, so it may have {MAX_STATE_CHARS}: keep what a resume needs, such as a "
+                "position."
+            )
+        return text
+
+    def load_rows(self, rows: list[Any]) -> None:
+        """Load this rank's state. Raise MismatchError if there are more or fewer ranks than states."""
+        states = [json_codec.decode(json.loads(row)) for row in rows]
+        rank, world_size = read_rank_and_world_size()
+        if len(states) == world_size:
+            self._item.load_state_dict(states[rank])
+        elif self._across_worlds is not None:
+            self._item.load_state_dict(self._across_worlds(states))
+        else:
+            name = type(self._item).__name__
+            raise MismatchError(
+                f"er.per_rank({name}): the saved state has one part for each of "
+                f"{format_count(len(states), 'rank')}, and there are {world_size} now. Start {len(states)} "
+                "again, or pass across_worlds=, a function that makes this rank's state from all of them."
+            )
+
+
+def per_rank(item: Any, across_worlds: Callable[[list[Any]], Any] | None = None) -> PerRank:
+    """Let each rank keep its own state of ``item``: ``track={"loader": er.per_rank(loader)}``.
+
+    Use it for an object that differs between ranks, such as a loader that keeps a position in this rank's
+    files. Without it all ranks get one rank's state after a resume. The state is plain data, without tensors,
+    of at most 4096 characters as JSON. All ranks send theirs at each step.
+
+    Args:
+        item: has ``state_dict()`` and ``load_state_dict()``.
+        across_worlds: is called with the states of all ranks that saved, in their order, where another number
+            of ranks resumes. It returns the state of this rank. Without it such a resume fails.
+
+    Raises:
+        ConfigError: ``item`` has no such methods.
+
+    """
+    if not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"er.per_rank: {type(item).__name__} has no state_dict() and load_state_dict(); give it both. A "
+            "tensor goes into er.RankValues."
+        )
+    return PerRank(item, across_worlds)

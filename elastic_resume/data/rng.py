@@ -9,12 +9,13 @@ generator and numpy use only 32 bits.
 Mode ``off``: random numbers are left alone.
 
 A DataLoader seeds its workers by their number and by a draw of its own. What ``__getitem__`` draws would
-depend on the worker, on the samples that the worker read before, and on where a resume began. `seeded`
-seeds the generators from (seed, epoch, index) before each sample instead. Seed and epoch are sent with each
-batch of indices, so prefetching and persistent workers change nothing.
+depend on the worker, on the samples that the worker read before, and on where a resume began. So a worker
+that receives a batch of ours seeds its generators from (seed, epoch, index) before each sample. Seed and
+epoch are sent with the batch, so prefetching and persistent workers change nothing. The main process
+(``num_workers=0``) draws the numbers of the step.
 
-Invariant: a sample of an epoch draws the same numbers in the main process and in any worker, at any world
-size, before and after a resume. Reading does not change the generators of the main process.
+Invariant: a sample of an epoch draws the same numbers in any worker, at any world size, before and after a
+resume. With `seeded` it draws them in the main process too, whose generators do not change.
 
 Not covered: generators that the dataset makes itself (``numpy.random.default_rng()``). Make them in
 ``__getitem__`` from ``torch.initial_seed()``, which is the sample's seed.
@@ -152,14 +153,47 @@ def preserve_cpu_generators() -> Iterator[None]:
 
 
 class SeededIndices(list[int]):
-    """The indices of one batch, with the seed and the epoch of their order."""
+    """The indices of one batch, with the seed and the epoch of their order.
 
-    __slots__ = ("epoch", "seed")
+    A DataLoader's worker seeds its generators from ``worker_seed``; it does not if that is None.
+    """
 
-    def __init__(self, indices: Iterable[int], seed: int, epoch: int) -> None:
+    __slots__ = ("epoch", "seed", "worker_seed")
+
+    def __init__(self, indices: Iterable[int], seed: int, epoch: int, worker_seed: int | None = None) -> None:
         super().__init__(indices)
         self.seed = seed
         self.epoch = epoch
+        self.worker_seed = worker_seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_batch, (list(self), self.seed, self.epoch, self.worker_seed)
+
+
+class _WorkerIndices(SeededIndices):
+    """A batch in a worker. It seeds for a sample when the loader asks for its index.
+
+    So the dataset stays the script's own object, and `collate_fn` draws on from the last sample.
+    """
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            self.seed_for(index)
+            yield index
+
+    def seed_for(self, index: int) -> None:
+        seed_cpu_generators(mix_words(self.worker_seed or 0, self.epoch, index, _SAMPLE_SALT))
+
+
+def _receive_batch(indices: list[int], seed: int, epoch: int, worker_seed: int | None) -> SeededIndices:
+    """Unpickle a batch."""
+    if worker_seed is None or get_worker_info() is None:
+        return SeededIndices(indices, seed, epoch, worker_seed)
+    batch = _WorkerIndices(indices, seed, epoch, worker_seed)
+    batch.seed_for(indices[0])  # for a dataset that reads the whole batch with one call
+    return batch
 
 
 class SeededIndex(int):
@@ -170,14 +204,26 @@ class SeededIndex(int):
 
     seed: int
     epoch: int
+    worker_seed: int | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_index, (int(self), self.seed, self.epoch, self.worker_seed)
 
 
-def attach_epoch(indices: Iterable[int], seed: int, epoch: int) -> Iterator[SeededIndex]:
+def attach_epoch(
+    indices: Iterable[int], seed: int, epoch: int, worker_seed: int | None = None
+) -> Iterator[SeededIndex]:
     """Yield each index with the seed and epoch of its order."""
     for plain_index in indices:
         index = SeededIndex(plain_index)
-        index.seed, index.epoch = seed, epoch
+        index.seed, index.epoch, index.worker_seed = seed, epoch, worker_seed
         yield index
+
+
+def _receive_index(plain_index: int, seed: int, epoch: int, worker_seed: int | None) -> SeededIndex:
+    """Unpickle an index. It is a task of its own if the dataset's items are whole batches."""
+    _receive_batch([plain_index], seed, epoch, worker_seed)
+    return next(attach_epoch([plain_index], seed, epoch, worker_seed))
 
 
 class SeededDataset(Dataset[T]):

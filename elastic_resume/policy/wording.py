@@ -208,8 +208,9 @@ def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -
             return f"the same error on all {num_nodes} nodes before the first step: {last}."
         case restart.StepFails(_, step, times):
             return (
-                f"step {step} fails deterministically: {times} times in a row with the same exception. "
-                f"Last: {last}. Check what is special about it, such as its samples."
+                f"what follows step {step - 1} fails deterministically: {times} times in a row with the same "
+                f"exception. Last: {last}. Look at the samples of step {step}, or at what the script does "
+                f"after step {step - 1}."
             )
         case restart.NoProgress(_, starts, step):
             where = f"at step {step}" if step else "before the first step"

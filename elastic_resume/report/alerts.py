@@ -50,13 +50,15 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> t
     """Find all alerts of a run, by the time of their first event."""
     root_nodes = {row.number: row.end.node for row in generations if row.end.is_failure}
     found: list[tuple[Alert, str]] = []  # with what tells different problems of a kind apart
+    ends = timeline.select("slow-rank-ended")
     for kind, (severity, describe) in _DESCRIPTIONS.items():
         for event in timeline.select(kind):
             text = describe(event)
             if text:
-                # A hang that another node caused, or a resume that was proved.
+                # A hang that another node caused, a resume that was proved, or a rank that is as fast again.
                 is_note = event.raw.get("waits_for_other_node") is True
                 is_note |= event.kind == "proof" and event.get_text("verdict") != NOT_PROVED
+                is_note |= kind == "slow-rank" and _has_ended(event, ends)
                 alert = _make_alert(kind, NOTE if is_note else severity, event, text)
                 found.append((alert, _identify_problem(event)))
     for event in timeline.select("rendezvous"):
@@ -68,6 +70,14 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> t
             alert = _make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text)
             found.append((alert, _identify_problem(event)))
     return tuple(sorted(_merge_repeated(found, timeline), key=lambda alert: (alert.t, alert.node)))
+
+
+def _has_ended(slow_rank: ParsedEvent, ends: Iterable[ParsedEvent]) -> bool:
+    return any(
+        (end.node, end.rank, end.generation) == (slow_rank.node, slow_rank.rank, slow_rank.generation)
+        and end.t >= slow_rank.t
+        for end in ends
+    )
 
 
 def _make_alert(kind: str, severity: str, event: ParsedEvent, text: str) -> Alert:

@@ -50,7 +50,7 @@ from elastic_resume.policy.wording import MIXED_HARDWARE_HINT
 from elastic_resume.proof import record
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
-from elastic_resume.restore.replica_check import find_first_difference
+from elastic_resume.restore.replica_check import digest_script_state, find_first_difference, log_own_state
 from elastic_resume.restore.sources import StateSource, list_sources, take_inventory
 from elastic_resume.restore.warm_memory import TensorPool, count_state_tensors
 from elastic_resume.slots.ipc import SlotClient
@@ -363,9 +363,17 @@ def _broadcast_first_state(context: RankContext, flat: FlatState, tracked: Mappi
         if not (isinstance(item, nn.Module) or name == DATA or name.startswith(RESERVED_PREFIX))
     }
     structures = {name: flat.structure[name] for name in others}
-    digests = {**state_dict.digest_leaves(flat.leaves), "": state_dict.combine_digests(structures)}
-    if find_first_difference(context, lambda: digests) is None:
+    own = digest_script_state(others, flat.structure)
+    digests = {
+        **own,
+        **state_dict.digest_leaves(flat.leaves),
+        "": state_dict.combine_digests(structures),
+    }
+    difference = find_first_difference(context, lambda: digests)
+    if difference is None:
         return
+    if difference.name in own:
+        log_own_state(context, difference, "as er.resume() got it")
     values = {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
     structures = context.collectives.broadcast_json(structures, 0)
     _broadcast_leaves(context, leaves, values, modules)

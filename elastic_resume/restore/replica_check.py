@@ -7,12 +7,13 @@ that it holds differently. The callers decide what a difference means.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_resume.checkpoint import json_codec
@@ -24,6 +25,10 @@ from elastic_resume.state import dtensors, load_objects, state_dict
 from elastic_resume.state.open_checkpoint import iter_leaves
 from elastic_resume.state.state_dict import BUFFER, EMA_NAME, REPLICATED, SCRIPT_OWNED, Leaf
 
+logger = logging.getLogger(__name__)
+
+# Of er.resume(): rank 0 alone may have loaded these from elsewhere.
+_ARGUMENTS = {"model", "optimizer", "scheduler", "scaler", EMA_NAME, "data"}
 MAX_SAMPLED_ELEMENTS = 4096
 MAX_NAMED_GROUPS, MAX_NAMED_RANKS = 4, 8  # limits in a message, so that a thousand ranks make one line
 WHOLE, SHARDS = 0, 1  # a rank's values are those that every rank holds, and its shards
@@ -117,6 +122,8 @@ def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int) -
 class FirstStepsCheck:
     """Compares all ranks after the first steps of a generation, to find a model that DDP does not wrap.
 
+    It finds other state of which each rank has its own, too.
+
     Without DDP each rank trains a model of its own, on one node without any sign. A sample of each tensor
     shows it. Several steps are compared, since a learning rate may be zero in the first. The setting
     ``check-replicas off`` turns this off too: machines of different kinds round differently.
@@ -127,6 +134,7 @@ class FirstStepsCheck:
         is_on = context.collectives.size > 1 and not context.settings.check_replicas.is_off
         self._steps_to_compare = {1, 2, 4} if is_on else set()
         self._finished_steps = 0
+        self._is_difference_logged = False
 
     def after_step(self, step: int, *, has_ddp: bool) -> None:
         """Compare if it is time to. Every rank calls it after each step.
@@ -147,6 +155,59 @@ class FirstStepsCheck:
             tensors = load_objects.iter_live_tensors(self._tracked)
             is_sharded = any(dtensors.is_dtensor(tensor) for _, tensor in tensors)
             raise _describe_difference(difference, step, has_ddp=has_ddp, is_sharded=is_sharded)
+        if not self._is_difference_logged:
+            self._check_script_state(step)
+
+    def _check_script_state(self, step: int) -> None:
+        """Warn once of state of which each rank seems to have its own, since a resume does not keep it."""
+
+        def digest() -> dict[str, str]:
+            own = {name: item for name, item in self._tracked.items() if not isinstance(item, nn.Module)}
+            flat = state_dict.flatten(own)
+            tensors = [
+                replace(leaf, tensor=_take_sample(leaf.tensor))
+                for leaf in flat.leaves
+                if _is_script_state(name := leaf.name.split("/")[0], own[name])
+            ]
+            return {**digest_script_state(own, flat.structure), **state_dict.digest_leaves(tensors)}
+
+        difference = find_first_difference(self._context, digest)
+        if difference is not None:
+            self._is_difference_logged = True
+            log_own_state(self._context, difference, f"after step {step}")
+
+
+def log_own_state(context: RankContext, difference: RankDifference, when: str) -> None:
+    """Warn of state of which each rank has its own."""
+    if context.collectives.rank == 0:
+        name = difference.name.split("/")[0]
+        logger.warning(
+            f"WARNING: ranks hold different values of {difference.name!r} {when} "
+            f"({difference.ranks_text}), and er.resume() gives all ranks the same. Keep it equal; or, if "
+            f'each rank needs its own, write track={{"{name}": er.per_rank(...)}}, or er.RankValues(...) for '
+            "a tensor."
+        )
+
+
+def digest_script_state(tracked: Mapping[str, Any], structure: Mapping[str, Any]) -> dict[str, str]:
+    """Digest, by name, the values in ``structure`` of the objects in ``track=``; tensors are none."""
+    return {
+        path: state_dict.combine_digests({"": json_codec.encode(value)})
+        for name, item in tracked.items()
+        if _is_script_state(name, item)
+        for path, value in iter_leaves(json_codec.decode(structure[name]), name)
+        if not isinstance(value, TensorRef)
+    }
+
+
+def _is_script_state(name: str, item: Any) -> bool:
+    """Whether the object ``name`` is the script's own. The objects of a library's integration are not."""
+    return not (
+        name.partition(".")[0] in _ARGUMENTS
+        or name.startswith(state_dict.RESERVED_PREFIX)
+        or isinstance(item, (nn.Module, Optimizer))
+        or type(item).__module__.startswith("elastic_resume.integrations")
+    )
 
 
 def _describe_difference(

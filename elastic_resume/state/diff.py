@@ -96,7 +96,10 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
 
 def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
     """Yield every value with its path, and references to tensors."""
-    for name, leaf in iter_leaves({"position": asdict(checkpoint.manifest.position), **checkpoint.state}):
+    position = asdict(checkpoint.manifest.position)
+    if "data" not in checkpoint.state:
+        del position["step_in_epoch"]  # without data= a resumed run counts them from its own start
+    for name, leaf in iter_leaves({"position": position, **checkpoint.state}):
         if name != NOT_COMPARED:
             yield name, leaf
 

@@ -362,7 +362,12 @@ def refuse_divided(leaves: Iterable[Leaf]) -> None:
 
 def digest_leaves(leaves: Iterable[Leaf]) -> dict[str, str]:
     """Return an xxh3-128 digest of each leaf's dtype, shape and bytes."""
-    return {leaf.name: _digest_tensor(leaf.tensor) for leaf in leaves}
+    return digest_tensors((leaf.name, leaf.tensor) for leaf in leaves)
+
+
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return such a digest of each named tensor."""
+    return {name: _digest_tensor(tensor) for name, tensor in tensors}
 
 
 def combine_digests(digests: Mapping[str, Any]) -> str:

@@ -88,6 +88,8 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     """Describe in one line where a generation starts."""
     plan = result.plan
     state = "no checkpoint found, starting fresh"
+    if plan.previous_world_size is not None:
+        state = "no snapshot or checkpoint of the generation before, starting over"
     if plan.kind == "resumed":
         tier = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
         sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""

@@ -130,11 +130,6 @@ class TrainingProgress:
 
     def start_epoch(self, *, from_start: bool = False) -> int:
         """Move the data to the epoch's next step, or to its first; return the number of the epoch."""
-        if self.repeated_steps and self._rank == 0:
-            count = format_count(self.repeated_steps, "finished step")
-            logger.info(
-                f"epoch {self.position.epoch} starts over and repeats {count}, because resume() got no data="
-            )
         self._micro_batch, self._reads_ahead = None, False
         self._growing_steps = self._equal_steps = self._batches_per_step = 0
         self._seen_batches = self._batches.loader_prefetch if self._batches is not None else None
@@ -150,8 +145,17 @@ class TrainingProgress:
             )
         elif self._stream is not None:
             self._stream.start_epoch(self.position.epoch)
-        self.repeated_steps = 0
+        self._log_repeated_steps()
         return self.position.epoch
+
+    def _log_repeated_steps(self) -> None:
+        """Log that the loop over epochs starts an epoch over. A loop over steps never comes here."""
+        steps, self.repeated_steps = self.repeated_steps, 0
+        if steps and self._rank == 0:
+            logger.info(
+                f"epoch {self.position.epoch} starts over and repeats "
+                f"{format_count(steps, 'finished step')}, because resume() got no data="
+            )
 
     def count_step_batches(self, default: int) -> int:
         """Return the number of the loader's batches in the current step, ``default`` if it is not known."""

@@ -49,7 +49,7 @@ class Rank0Buffers:
             return
         if any(self._empty_dicts) or self._list_children() != self._children:
             self._find_parts()
-        buffers = [buffer for _, buffer in self._iter_buffers()]
+        buffers = [buffer for _, buffer in self.iter_named()]
         formats = [(buffer.device.type, buffer.dtype, buffer.shape) for buffer in buffers]
         if formats != self._formats:  # at the first step, and where modules get other buffers
             self._require_equal_formats()
@@ -59,7 +59,7 @@ class Rank0Buffers:
     def _require_equal_formats(self) -> None:
         named = {
             name: f"{buffer.device.type} {buffer.dtype} {list(buffer.shape)}"
-            for name, buffer in self._iter_buffers()
+            for name, buffer in self.iter_named()
         }
         if difference := find_first_difference(self._context, lambda: named):
             raise DivergenceError(
@@ -84,7 +84,7 @@ class Rank0Buffers:
     def _list_children(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._child_dicts)))
 
-    def _iter_buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that state_dict() stores, with their names."""
         for prefix, part in self._parts:
             for key, buffer in part._buffers.items():  # noqa: SLF001  named_buffers() has the others too

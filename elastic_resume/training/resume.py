@@ -129,9 +129,9 @@ def resume(
             draws the same numbers as an uninterrupted one; "off" leaves random numbers alone. For
             augmentation see `er.seeded`.
         on_world_change: the policy if the number of ranks differs from the checkpoint's. "keep_global_batch"
-            keeps the batch of an optimizer step, the default with `GlobalBatches`. "keep_local_batch" keeps
-            each rank's share, the default with an `ElasticSampler`. "error" raises. The learning rate is
-            never changed: see `Run.on_world_change`.
+            keeps the batch of an optimizer step, the default with `GlobalBatches` and, where it can be kept,
+            with an `ElasticSampler`. "keep_local_batch" keeps each rank's share. "error" raises. The learning
+            rate is never changed: see `Run.on_world_change`.
 
     Raises:
         ConfigError: an argument is unknown or has a wrong value.

@@ -37,7 +37,7 @@ from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
-from elastic_resume.training import announce, hsdp, worker_exit
+from elastic_resume.training import announce, ddp_check, hsdp, worker_exit
 from elastic_resume.training.heartbeat import count_collectives
 from elastic_resume.training.own_time import OwnTime
 from elastic_resume.training.progress import StepLimit
@@ -118,6 +118,7 @@ class Run:
         self._tracked = parts.tracked
         self._rank_values = parts.rank_values
         self._rank0_buffers = Rank0Buffers(context, parts.tracked)
+        self._ddp_check = ddp_check.DDPCheck(context, self._wrappers, self._rank0_buffers)
         self._first_steps_check = replica_check.FirstStepsCheck(context, parts.tracked)
         self._node_dir = parts.node_dir
         self._committer_connection = parts.committer_connection
@@ -132,10 +133,8 @@ class Run:
         self._replay = parts.replay
         self._drain_request = parts.drain_request
         self._script_hooks.begin_generation()
-        self._closed = False
-        self._is_replicated = False
-        self._step_event_interval_s = context.settings.step_mark_s
-        self._next_step_event_s = 0.0
+        self._closed = self._is_replicated = False
+        self._step_event_interval_s, self._next_step_event_s = context.settings.step_mark_s, 0.0
         self._recorded_step = self.position.step
         self._step_limit = StepLimit(os.environ.get(constants.ENV_LAST_STEP, ""))
         worker_exit.set_generation(
@@ -396,6 +395,7 @@ class Run:
             self._check_wrappers()
         position = self._progress.finish_step(skipped)
         exchange(self._rank_values, self._context.collectives)
+        self._ddp_check.before_buffers()
         self._rank0_buffers.receive()
         self._bucket_order.end_step()
         self._first_steps_check.after_step(position.step, has_ddp=self._bucket_order.has_ddp)

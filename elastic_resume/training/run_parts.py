@@ -16,7 +16,7 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
 from elastic_resume.data import elastic_sampler, rng
 from elastic_resume.data.global_batches import GlobalBatches
-from elastic_resume.data.rank_values import RankState
+from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
@@ -108,6 +108,7 @@ def restore_parts(
         seed = options.seed if options.seed is not None else shared_seed
         bucket_order = BucketOrder()
         random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
+        rank_values = _exchange_rank_values(context, objects)
         tracked = {
             **objects,
             "elastic_resume.buckets": bucket_order,
@@ -122,8 +123,7 @@ def restore_parts(
         progress = TrainingProgress(result.manifest, batches, options, context.collectives, stream)
         if coordinator.DATA in tracked:  # an object that keeps its own position
             progress.repeated_steps = 0
-        if options.seed is not None:
-            random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+        _set_seeds(random_numbers, batches, options)
         heartbeat = RankHeartbeat(page, context)
         scheduler = SnapshotScheduler(
             context,
@@ -143,7 +143,7 @@ def restore_parts(
     return RunParts(
         context,
         tracked,
-        [item for item in objects.values() if isinstance(item, RankState)],
+        rank_values,
         node_dir,
         connection,
         bucket_order,
@@ -156,6 +156,21 @@ def restore_parts(
         state_bytes,
         replay,
     )
+
+
+def _exchange_rank_values(context: RankContext, objects: dict[str, Any]) -> list[RankState]:
+    """Exchange the first values of all ranks. Else a cold start would give all ranks rank 0's."""
+    found = [item for item in objects.values() if isinstance(item, RankState)]
+    exchange(found, context.collectives)
+    return found
+
+
+def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None, options: RunOptions) -> None:
+    """Set the seeds, after the checkpoint's is loaded."""
+    if options.seed is not None:
+        random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+    if batches is not None:
+        batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
 
 def _begin_replay(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import logging.config
+import os
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -88,6 +92,51 @@ def test_traceback_of_logged_exception_is_printed(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["elastic_resume: a snapshot failed", "Traceback (most recent call last):"]
     assert lines[-1] == "ValueError: boom"
+
+
+def test_line_begins_on_an_empty_line_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar ends without a newline."""
+    console.show_log("elastic_resume: ", {})
+    path = tmp_path / "log"
+    with path.open("a") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        LOGGER.info("resumed")
+        stream.write("\r 50%|##")
+        LOGGER.info("killed")
+        LOGGER.info("restarting")
+        monkeypatch.undo()
+    lines = ["resumed", "killed", "restarting"]
+    first, *rest = [f"elastic_resume: {line}\n" for line in lines]
+    assert path.read_bytes().decode() == f"{first}\r 50%|##\n{''.join(rest)}"
+
+
+def test_line_begins_on_an_empty_line_of_a_pipe_with_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bars of tqdm are known in the process that draws them."""
+    console.show_log("elastic_resume: ", {})
+    bars = {object()}
+    monkeypatch.setitem(
+        sys.modules, "tqdm", cast("Any", SimpleNamespace(tqdm=SimpleNamespace(_instances=bars)))
+    )
+    LOGGER.info("resumed")
+    bars.clear()
+    LOGGER.info("ended")
+    assert capsys.readouterr().err == "\nelastic_resume: resumed\nelastic_resume: ended\n"
+
+
+@pytest.mark.parametrize(("kind", "start"), [("xterm", b"\r\x1b[K"), ("dumb", b"")])
+def test_line_erases_a_bar_on_a_terminal(kind: str, start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar is drawn again below it."""
+    monkeypatch.setenv("TERM", kind)
+    console.show_log("elastic_resume: ", {})
+    reader, writer = os.openpty()
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        LOGGER.info("resumed")
+        monkeypatch.undo()
+        assert os.read(reader, 100) == start + b"elastic_resume: resumed\r\n"
+    os.close(reader)
 
 
 def test_closed_stream_costs_the_line_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,7 @@ def test_controller_ignores_progress_of_earlier_start(tmp_path: Path) -> None:
 
 SECONDARY = {"type": "RuntimeError", "message": "Connection closed by peer"}
 KILLED = Failure("signal", "b", 1, WorkerEnd(signal="SIGKILL"))
+ENDED = Failure("exit", "b", 1, WorkerEnd(exit_code=3))
 B_DIED, C_DIED = (make_node_failure(NodeLost(node, Loss.DIED)) for node in "bc")
 
 
@@ -296,16 +297,17 @@ def test_worker_that_did_not_park_is_named(tmp_path: Path, caplog: pytest.LogCap
 @pytest.mark.parametrize(
     ("generations", "count"),
     [
-        ([(False, "KILLED"), (False, "KILLED")], 1),
-        ([(True, "KILLED"), (False, "KILLED")], 0),
+        ([(False, "ENDED"), (False, "ENDED")], 1),
+        ([(True, "ENDED"), (False, "ENDED")], 0),
         ([(False, "joined"), (False, "joined")], 0),
-        ([(False, "joined"), (False, "KILLED")], 1),
+        ([(False, "joined"), (False, "ENDED")], 1),
+        ([(False, "KILLED"), (False, "KILLED")], 0),
     ],
 )
 def test_restart_of_script_without_resume_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, generations: list[tuple[bool, str]], count: int
 ) -> None:
-    """A node that joins may come before the workers have reached er.resume()."""
+    """A node that joins, or a kill, may come before the workers have reached er.resume()."""
     with open_controller(tmp_path) as (controller, log):
         nodes = "ab"
         controller.start_generation(world(1, nodes=nodes))
@@ -313,8 +315,8 @@ def test_restart_of_script_without_resume_is_warned_about_once(
             if resumed:
                 log.emit("worker-start", step=0, rank=0)
             controller.end_generation(ViewEnd.NEWCOMERS)
-            nodes += "" if end == "KILLED" else str(generation)
-            failures = (KILLED,) if end == "KILLED" else ()
+            nodes += str(generation) if end == "joined" else ""
+            failures = {"KILLED": (KILLED,), "ENDED": (ENDED,)}.get(end, ())
             controller.start_generation(world(generation, *failures, nodes=nodes))
     assert (
         "\n".join(caplog.messages).count("never calls it saves nothing and starts over at each restart")

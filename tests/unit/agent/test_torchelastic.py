@@ -50,6 +50,20 @@ def prepare(*words: str) -> torchelastic.LaunchSpec:
         return spec
 
 
+def test_each_start_of_workers_has_its_own_logs(tmp_path: Path) -> None:
+    """After the failure of another node torchelastic counts no restart."""
+    config = prepare("--log-dir", str(tmp_path / "logs"), "--redirects=3").config
+    assert config.logs_specs is not None
+    starts = []
+    for _ in range(2):
+        envs = {0: {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}}
+        starts.append(config.logs_specs.reify(envs).stdouts[0])
+        assert envs[0]["TORCHELASTIC_RESTART_COUNT"] == "0", "workers see torchelastic's own count"
+        assert envs[0]["TORCHELASTIC_ERROR_FILE"]
+    assert [Path(path).parent.parent.name for path in starts] == ["attempt_0", "attempt_1"]
+    assert Path(starts[0]).parent.is_dir()
+
+
 @pytest.fixture(autouse=True)
 def in_slurm_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be one of two nodes of a Slurm step, in a directory with a script."""

@@ -101,7 +101,7 @@ def test_screen_shows_view_steps_and_incidents() -> None:
         "job job: generation 3, 2 nodes, 2 ranks, led by n0",
         "step 101, 2.5 steps/s",
         "spares: n9",
-        "2 incidents (2 signal), 3 steps recomputed",
+        "2 failures (workers killed by a signal), 3 steps recomputed",
         "rank 1 on node b was killed by SIGKILL",
         "99, ",
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -228,6 +229,102 @@ def test_set_epoch_shuffles_and_keeps_position() -> None:
     sampler.set_epoch(107)
     assert list(sampler)[8:] != rest
     assert sorted(sampler) == list(range(20))
+
+
+def make_loaders(world: int, batch: int = 8, size: int = 100, **options: Any) -> list[GlobalBatches]:
+    """Return each rank's batches of a loader with an ElasticSampler."""
+    found = []
+    for _ in range(world):
+        dataset = NumberDataset(size)
+        sampler = ElasticSampler(dataset, batch_size=batch, **options)
+        loader: DataLoader[int] = DataLoader(dataset, batch_size=batch, sampler=sampler)
+        batches = find_batches(loader)
+        assert batches is not None
+        assert getattr(loader.batch_sampler, "sampler", None) is sampler
+        found.append(batches)
+    return found
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_elastic_sampler_keeps_the_global_batch_of_its_first_world(drop_last: bool) -> None:
+    """Steps of an epoch, and so a schedule, stay; each sample is read once, and the mean is exact."""
+    epoch = Epoch(functools.partial(make_loaders, drop_last=drop_last))
+    lengths = set()
+    for world, steps in ((3, 1), (2, 2), (4, 1), (3, 10)):
+        assert epoch.start(world) == [24 if epoch.state else None] * world
+        lengths |= {len(batches) for batches in epoch.batches}
+        lengths |= {-(-len(batches.sampler) // -(-24 // world)) for batches in epoch.batches}
+        epoch.read(steps, np.arange(1.0, 101.0))
+    assert lengths == {5}
+    assert len(set(epoch.counted)) == len(epoch.counted) == (99 if drop_last else 100)
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch", "options", "world", "expected"),
+    [
+        (None, 8, {}, 2, 24),
+        (KEEP_GLOBAL, 8, {}, 2, 24),
+        (KEEP_LOCAL, 8, {}, 2, 16),
+        (None, 12, {}, 2, 24),  # a script that divides a global batch itself
+        (None, 10, {}, 2, 20),  # another argument
+        (None, 8, {"accumulate": 2}, 2, 32),
+        (None, 8, {}, 30, 240),  # some ranks would have no sample of their own
+    ],
+)
+def test_global_batch_of_another_world_follows_policy_and_script(
+    policy: str | None, batch: int, options: dict[str, Any], world: int, expected: int
+) -> None:
+    """It is kept where each rank may read another number of samples."""
+    epoch = Epoch(functools.partial(make_loaders, size=480, **options), policy)
+    epoch.start(3)
+    epoch.state, epoch.position = epoch.batches[0].state_dict(), Position(0, 2, 2, 48)
+    epoch.make = functools.partial(make_loaders, size=480, batch=batch, **options)
+    epoch.start(world)
+    assert {batches.global_batch for batches in epoch.batches} == {expected}
+
+
+def test_length_that_a_script_has_seen_before_resume_is_compared(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule that was built from it may be wrong."""
+    caplog.set_level("INFO", "elastic_resume")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (first,) = make_loaders(1)
+    first.bind(0, 3)
+    first.begin_generation(None, None)
+    for asks in (False, True):
+        dataset = NumberDataset(100)
+        loader: DataLoader[int] = DataLoader(dataset, batch_size=8, sampler=ElasticSampler(dataset))
+        assert not asks or len(loader) == 7
+        batches = find_batches(loader)
+        assert batches is not None
+        batches.bind(0, 2)
+        batches.load_state_dict(first.state_dict())
+        batches.begin_generation(Position(0, 1, 1, 24), 3)
+        assert len(loader) == 5
+        assert (
+            any("len(loader) was 7 before er.resume(), and is 5" in text for text in caplog.messages) == asks
+        )
+
+
+def test_schedule_of_a_batch_that_cannot_stay_is_logged_in_the_first_world(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A change would otherwise show only when it has happened."""
+    caplog.set_level("INFO", "elastic_resume")
+    for options, policy, is_logged in (
+        ({}, None, 0),
+        ({"accumulate": 2}, None, 1),
+        ({"accumulate": 2}, KEEP_LOCAL, 1),
+    ):
+        (batches,) = make_loaders(1, **options)
+        batches.bind(0, 3, policy=policy)
+        batches.begin_generation(None, None)
+        assert (
+            sum("a schedule that counts steps gets another length" in text for text in caplog.messages)
+            == is_logged
+        )
 
 
 def test_sampler_with_divided_batch_size_keeps_global_batch() -> None:

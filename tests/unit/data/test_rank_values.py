@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.data.rank_values import MAX_NUMBERS, RankValues, exchange
-from elastic_resume.errors import ConfigError, MismatchError
+from elastic_resume.data.rank_values import MAX_NUMBERS, RankState, RankValues, exchange, per_rank
+from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
 
 
 class FixedRanks:
@@ -20,7 +20,7 @@ class FixedRanks:
 
     rank, size = 0, 2
 
-    def __init__(self, *others: RankValues) -> None:
+    def __init__(self, *others: RankState) -> None:
         self._others = others
 
     def gather(self, value: Any) -> list[Any]:
@@ -99,6 +99,64 @@ def test_what_cannot_be_gathered_is_refused(tensor: Any, across_worlds: Any) -> 
         RankValues(tensor, across_worlds)
     with pytest.raises(ConfigError, match="across_worlds is 'max'"):
         RankValues(torch.zeros(1), "max")  # type: ignore[arg-type]
+
+
+class Reader:
+    """A loader of a script, with a position in this rank's part of the files."""
+
+    def __init__(self, position: Any) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the position."""
+        self.position = state["position"]
+
+
+def save_readers(*positions: Any) -> dict[str, Any]:
+    """Return the state of two ranks' readers."""
+    first, second = (per_rank(Reader(position)) for position in positions)
+    exchange([first], FixedRanks(second))
+    return dict(json.loads(json.dumps(first.state_dict())))
+
+
+def test_each_rank_gets_its_own_state_of_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types and bits are kept."""
+    positions = [(1, -0.0), {"shard": 7, 3: None}]
+    state = save_readers(*positions)
+    for rank, expected in enumerate(positions):
+        enter_world(monkeypatch, rank, 2)
+        reader = Reader(None)
+        tracked = per_rank(reader)
+        tracked.load_state_dict(state)
+        assert repr(reader.position) == repr(expected)
+        assert tracked.state_dict() == state
+
+
+def test_states_of_another_number_of_ranks_need_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the script can know what they mean."""
+    state = save_readers(4, 6)
+    enter_world(monkeypatch, 0, 1)
+    with pytest.raises(MismatchError, match=r"per_rank\(Reader\): the saved .* 2 ranks, and there are 1 now"):
+        per_rank(Reader(0)).load_state_dict(state)
+    reader = Reader(0)
+    per_rank(reader, lambda states: {"position": min(one["position"] for one in states)}).load_state_dict(
+        state
+    )
+    assert reader.position == 4
+
+
+def test_object_that_is_too_large_or_has_no_state_is_refused() -> None:
+    """All ranks send it at every step."""
+    with pytest.raises(UntrackableError, match=r"per_rank\(Reader\): its state has .* as JSON"):
+        per_rank(Reader("x" * 5000)).read_own()
+    with pytest.raises(UntrackableError, match="Tensor"):
+        per_rank(Reader(torch.zeros(1))).read_own()
+    with pytest.raises(ConfigError, match="float has no state_dict"):
+        per_rank(1.0)
 
 
 def test_tensor_of_another_size_is_refused() -> None:

@@ -128,8 +128,9 @@ SENTENCES: list[tuple[Any, str]] = [
     (
         restart.GiveUp(restart.StepFails(KILLED, 8, 3)),
         (
-            "step 8 fails deterministically: 3 times in a row with the same exception. Last: rank 1 was "
-            "killed by SIGKILL. Check what is special about it, such as its samples."
+            "what follows step 7 fails deterministically: 3 times in a row with the same exception. Last: "
+            "rank 1 was killed by SIGKILL. Look at the samples of step 8, or at what the script does after "
+            "step 7."
         ),
     ),
     (

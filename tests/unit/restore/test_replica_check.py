@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from elastic_resume.data.rank_values import exchange, per_rank
 from elastic_resume.errors import DivergenceError, UntrackableError
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import replica_check
@@ -201,6 +202,37 @@ def test_ranks_are_compared_after_first_second_and_fourth_step(
     for text in run_ranks(2, train):
         assert (text is None) == (found_at is None)
         assert text is None or f"after step 10{found_at} (rank 0 against rank 1). No tracked model is" in text
+
+
+@pytest.mark.parametrize(
+    ("differs", "name"),
+    [("reader", "reader/value"), ("counts", "counts/0"), ("box.a", "box.a/value")],
+)
+def test_state_of_each_rank_is_warned_about_once(
+    differs: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume would give rank 0's to all; a loader with a position of its own repeats or skips samples."""
+
+    def train(collectives: ThreadCollectives) -> None:
+        own = {differs: collectives.rank}
+        tracked: dict[str, Any] = {
+            "model": nn.Identity(),
+            "reader": Box(own.get("reader", 0)),
+            "counts": TrackedTensors("counts", [torch.tensor(own.get("counts", 0))]),
+            "box.a": Box(own.get("box.a", 0)),
+            "scheduler": Box(collectives.rank),
+            "ema.shadow": Box(collectives.rank),
+            "rows": per_rank(Box(collectives.rank)),
+        }
+        exchange([tracked["rows"]], collectives)
+        check = FirstStepsCheck(make_context(collectives, "ab"), tracked)
+        for step in range(1, 5):
+            check.after_step(step, has_ddp=True)
+
+    run_ranks(2, train)
+    (text,) = caplog.messages
+    assert f"different values of {name!r} after step 1 (rank 0 against rank 1), and er.resume() gives" in text
+    assert f'write track={{"{differs}": er.per_rank(...)}}' in text
 
 
 def test_rank_that_is_alone_flattens_nothing() -> None:

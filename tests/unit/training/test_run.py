@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import os
+import random
 import re
 import signal
 import sys
@@ -16,10 +17,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import elastic_resume as er
 from elastic_resume import constants, events, failpoints
@@ -105,6 +108,78 @@ def test_interrupted_epoch_resumes_with_remaining_samples(begin: Begin) -> None:
             second.run.step()
     assert sorted(read) == list(range(12))
     assert (second.run.position.epoch, second.run.position.samples) == (1, 12)
+
+
+class Noisy(Dataset[float]):
+    """A dataset of an image script: each sample draws, some more than others, and a batch may be one read."""
+
+    classes = ("cat", "dog")
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(1 + index % 3)[0]) + random.random() + float(np.random.random())  # noqa: NPY002
+
+
+class NoisyBatches(Noisy):
+    """As Hugging Face's datasets, it reads a whole batch with one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        """Read a batch."""
+        return torch.rand(len(indices)).tolist()
+
+
+def collate_with_noise(samples: list[float]) -> list[float]:
+    """Mix a batch, as CutMix does."""
+    return [sample + random.random() for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Noisy(), {"num_workers": 1}),
+        (Noisy(), {"num_workers": 2, "persistent_workers": True, "collate_fn": collate_with_noise}),
+        (NoisyBatches(), {"num_workers": 2}),
+        (Noisy(), {"num_workers": 0}),
+        (Noisy(), {"num_workers": 1, "batch_size": None}),
+    ],
+)
+def test_resumed_epoch_draws_same_samples_in_workers(
+    begin: Begin, dataset: Noisy, options: dict[str, Any]
+) -> None:
+    """Nothing is said to er.seeded, and the loader's dataset stays the script's own."""
+    seen: list[list[Any]] = []
+    for stop in (99, 5, 99):  # undisturbed, left within the second epoch, resumed
+        sampler = er.ElasticSampler(dataset)
+        loader: DataLoader[float] = DataLoader(dataset, **{"batch_size": 8, **options}, sampler=sampler)
+        name = "undisturbed" if not seen else "job"
+        script, read = begin(data=loader, run_id=name), list[Any]()
+        assert loader.dataset is dataset
+        for epoch in script.run.epochs(2):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                read.append(torch.as_tensor(batch).tolist())
+                script.step()
+                if script.run.position.step == stop:
+                    break
+            if script.run.position.step == stop:
+                script.run.save()
+                break
+        seen.append(read)
+        if isinstance(loader._iterator, _MultiProcessingDataLoaderIter):
+            loader._iterator._shutdown_workers()
+    undisturbed, first, second = seen
+    assert first + second == undisturbed
+    assert len(first) == 5
+    assert len({str(batch) for batch in undisturbed}) == len(undisturbed)
+
+
+@pytest.mark.parametrize("mode", ["derived", "off"])
+def test_random_numbers_of_workers_are_left_alone_on_request(begin: Begin, mode: str) -> None:
+    """With rng="off"."""
+    script = begin(rng=mode)
+    assert (script.batches.worker_seed is None) == (mode == "off")
 
 
 def test_epoch_end_work_happens_once_after_resume(begin: Begin, tmp_path: Path) -> None:
@@ -804,6 +879,23 @@ def test_step_events_accumulate_stall_time(
     script.step()
     stalled = [e["stalled_s"] for e in events.read_run(tmp_path / "job") if e["event"] == "step"]
     assert 0 <= stalled[0] <= stalled[1] < stalled[1] + 0.3 <= stalled[2]
+
+
+@pytest.mark.parametrize("loop", ["epochs", "steps"])
+def test_repeated_steps_are_logged_where_they_are_repeated(
+    begin: Begin, capsys: pytest.CaptureFixture[str], loop: str
+) -> None:
+    """A loop over steps goes on at its position, and repeats none."""
+    first = begin(data=None)
+    for _ in range(4):
+        first.step()
+    first.run.save()
+    capsys.readouterr()
+    second = begin(data=None)
+    for _ in second.run.epochs(1) if loop == "epochs" else range(second.run.position.step, 6):
+        second.step()
+    log = capsys.readouterr().err
+    assert ("epoch 0 starts over and repeats 4 finished steps" in log) == (loop == "epochs")
 
 
 def test_one_restartable_function_per_process(begin: Begin) -> None:
