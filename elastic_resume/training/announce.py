@@ -14,12 +14,14 @@ from elastic_resume.policy.resume_plan import DISK
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.coordinator import ResumeResult
+from elastic_resume.state.built_settings import BuiltSettings
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
 
 START_FRESH_HINT = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
 MAX_COMMAND_CHARS = 300  # limit of a script's arguments in one line
+MAX_SETTINGS = 8  # limit of changed settings in one line
 
 
 def resume_event_fields(result: ResumeResult, position: Position, world_size: int) -> dict[str, Any]:
@@ -161,3 +163,14 @@ def describe_difference(
 
 def _truncate(text: str) -> str:
     return text if len(text) <= MAX_COMMAND_CHARS else f"{text[:MAX_COMMAND_CHARS]}…"
+
+
+def log_unused_settings(settings: BuiltSettings, rank: int) -> None:
+    """Log, once after a restore, which hyperparameters and schedules the script has built in vain."""
+    if (unused := settings.take_unused()) and rank == 0:
+        more = f" and {len(unused) - MAX_SETTINGS} more" if len(unused) > MAX_SETTINGS else ""
+        logger.info(
+            f"the script builds other settings than at the first start, and the checkpoint's are used: not "
+            f'{", ".join(unused[:MAX_SETTINGS])}{more}. To change them: docs/guides/checkpoints.md, "Change '
+            'the learning rate".'
+        )

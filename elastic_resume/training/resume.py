@@ -27,7 +27,9 @@ from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import read_start_ticks
 from elastic_resume.state import state_dict
-from elastic_resume.training import worker_exit
+from elastic_resume.state.built_settings import BuiltSettings
+from elastic_resume.state.parameters import FrozenParameters
+from elastic_resume.training import untracked, worker_exit
 from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.run import Run
 from elastic_resume.training.run_parts import RunArguments
@@ -176,16 +178,24 @@ def resume(
         objects["data"] = data if batches is None else batches
         tracked = state_dict.collect_objects({**objects, **(track or {})})
         _check_single_data_order(tracked, batches)
+        untracked.require_tracked_parameters(tracked)
+        frozen, built_settings = FrozenParameters(tracked), BuiltSettings(tracked)
         node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
         _check_second_run(node_dir)
     except ElasticResumeError:
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
     options = RunOptions(seed, rng, on_world_change)
-    arguments = RunArguments(tracked, batches, data, options, settings, start_s)
+    arguments = RunArguments(tracked, batches, data, options, settings, frozen, built_settings, start_s)
     run = Run(arguments, link, standby=is_standby, tensor_pool=tensor_pool)
     for wrapper in state_dict.find_ddp_models({"model": model, **(track or {})}):
         run.ddp(wrapper)  # that the script has made; its bucket order is restored
+        if unfrozen := frozen.find_unfrozen(wrapper.module) if run.rank == 0 else []:
+            logger.warning(
+                f"WARNING: the checkpoint has requires_grad=True for {unfrozen[0]} (of {len(unfrozen)}), and "
+                "DistributedDataParallel was made before er.resume(), when it was False: it would not "
+                "average these gradients. Wrap the model after er.resume(): model = run.ddp(model)."
+            )
     _resumed.add(node_dir)
     return run
 

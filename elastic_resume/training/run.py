@@ -37,8 +37,8 @@ from elastic_resume.restore import replica_check
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
-from elastic_resume.state.state_dict import UntrackedOptimizerCheck
-from elastic_resume.training import announce, hsdp, worker_exit
+from elastic_resume.training import announce, ddp, hsdp, worker_exit
+from elastic_resume.training.first_steps import FirstSteps
 from elastic_resume.training.heartbeat import count_collectives
 from elastic_resume.training.own_time import OwnTime
 from elastic_resume.training.rank0_buffers import Rank0Buffers
@@ -139,7 +139,7 @@ class Run:
         self._is_replicated = False
         self._step_event_interval_s = context.settings.step_mark_s
         self._next_step_event_s = 0.0
-        self._recorded_step = self.position.step
+        self._recorded_step = self._progress.position.step
         # "STEP NODES" if workers of other nodes have finished: see `RestartController.limit_last_step`.
         last_step, _, self._finished_nodes = os.environ.get(constants.ENV_LAST_STEP, "").partition(" ")
         self._last_step = int(last_step) if last_step else None
@@ -148,7 +148,7 @@ class Run:
             read_step=lambda: self._recorded_step,
             is_proving=lambda: self._replay is not None,
         )
-        self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
+        self._first_steps = FirstSteps(self._tracked, self._arguments.batches, parts.result, self.rank)
         self._start_generation(parts.result)
 
     # ---- position and size ---------------------------------------------------------------------------
@@ -156,6 +156,7 @@ class Run:
     @property
     def position(self) -> Position:
         """The finished epochs, steps in the epoch, steps of the job, and samples."""
+        self._first_steps.note_position_read()
         return self._progress.position
 
     @property
@@ -222,14 +223,12 @@ class Run:
             return model
         if self._is_restartable:
             check_ddp_arguments(ddp_kwargs)
-        kwargs: dict[str, Any] = {"init_sync": False} if name is not None else {}
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) == 1 and next(iter(devices)).type == "cuda":
-            kwargs["device_ids"] = [next(iter(devices)).index]
-        wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
+        with self._arguments.frozen.thawed():
+            wrapped = ddp.wrap(model, is_tracked=name is not None, **ddp_kwargs)
+            if name is not None:
+                self._bucket_order.prepare(name, inner, wrapped)
         self._wrappers.add(wrapped)
         if name is not None:
-            self._bucket_order.prepare(name, inner, wrapped)
             self._own_time.watch(wrapped)
         reference = weakref.ref(wrapped)  # the registration outlives the generation
         failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
@@ -258,12 +257,12 @@ class Run:
         last epoch the final state is committed on every node.
         """
         self._run_start_hooks()
-        finished = self.position.epoch >= count
+        finished = self._progress.position.epoch >= count
         self._earlier_run_notice.log_once(
-            f"epoch {self.position.epoch} of {count} is over" if finished else ""
+            f"epoch {self._progress.position.epoch} of {count} is over" if finished else ""
         )
         with self._heartbeat.idle_afterwards():
-            while self.position.epoch < count:
+            while self._progress.position.epoch < count:
                 yield self.begin_epoch()
                 self.end_epoch()
             self._save_final_state()
@@ -282,7 +281,8 @@ class Run:
 
         """
         self._run_start_hooks()
-        self._random_numbers.start_at(self.position.step)
+        self._random_numbers.start_at(self._progress.position.step)
+        self._first_steps.begin_epoch()
         return self._progress.start_epoch(from_start=from_start)
 
     @_uninterrupted
@@ -316,7 +316,7 @@ class Run:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
         self._run_start_hooks()
         self._count_step()
-        failpoints.hit("between-steps", self.position.step)
+        failpoints.hit("between-steps", self._progress.position.step)
 
     @_uninterrupted
     def _count_step(self) -> None:
@@ -343,15 +343,16 @@ class Run:
         if is_drained:
             self._drain_request.terminate_process()
         self._own_time.end_step()
+        self._first_steps.end_step()
 
     def _require_step_before_end(self) -> None:
         """Refuse a step after the end of the training on other nodes."""
         nodes = self._finished_nodes
-        if self._last_step is not None and self.position.step >= self._last_step:
+        if self._last_step is not None and self._progress.position.step >= self._last_step:
             raise UsageError(
                 f"the training has ended on {nodes}, and the ranks here would take step "
-                f"{self.position.step + 1} without it. Do all nodes have the same arguments, and end after "
-                f"the same step? What {nodes} saved is complete."
+                f"{self._progress.position.step + 1} without it. Do all nodes have the same arguments, and "
+                f"end after the same step? What {nodes} saved is complete."
             )
 
     def _record_step(self, position: Position) -> None:
@@ -481,7 +482,7 @@ class Run:
 
         """
         with self._heartbeat.busy():
-            replica_check.require_equal(self._context, self._tracked, self.position.step)
+            replica_check.require_equal(self._context, self._tracked, self._progress.position.step)
 
     def on_resume(self, hook: H) -> H:
         """Call ``hook(run)`` in each generation that resumes saved state, before it trains.
@@ -547,8 +548,8 @@ class Run:
         """
         if not self._closed and sys.exc_info()[0] is not None:
             logger.debug(
-                f"the run was closed at step {self.position.step} while an exception was being handled: "
-                "nothing more was saved."
+                f"the run was closed at step {self._progress.position.step} while an exception was being "
+                "handled: nothing more was saved."
             )
             self._release()
         else:
@@ -679,8 +680,10 @@ class Run:
 
     def _start_generation(self, result: ResumeResult) -> None:
         """Emit the events of the start, and log it."""
-        self._earlier_run_notice = announce.EarlierRunNotice(result, self._context, self.position, sys.argv)
-        self._heartbeat.start_generation(self.generation, self.position.step)
+        self._earlier_run_notice = announce.EarlierRunNotice(
+            result, self._context, self._progress.position, sys.argv
+        )
+        self._heartbeat.start_generation(self.generation, self._progress.position.step)
         self._context.events.emit(
             "worker-start",
             **self._position_fields(),
@@ -688,18 +691,18 @@ class Run:
             world_size=self.world_size,
             gpu=state_dict.find_gpu_uuid(self._tracked),
         )
-        self._random_numbers.start_at(self.position.step)
+        self._random_numbers.start_at(self._progress.position.step)
         if self.rank == 0:
             announce.log_start(
                 result,
-                self.position,
+                self._progress.position,
                 self.world_size,
                 world_change=self.world_change,
                 repeated_steps=self._progress.repeated_steps,
             )
             # After the line: whoever has seen the event finds it.
             self._context.events.emit(
-                "resume", **announce.resume_event_fields(result, self.position, self.world_size)
+                "resume", **announce.resume_event_fields(result, self._progress.position, self.world_size)
             )
         atexit.register(self._release)
 
@@ -724,6 +727,7 @@ class Run:
         hooks, self._start_hooks = self._start_hooks or [], None
         for hook in hooks:
             hook()
+        announce.log_unused_settings(self._arguments.built_settings, self.rank)
 
     def _save_if_due(self) -> bool:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
@@ -734,24 +738,24 @@ class Run:
         scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
         if is_drained and not scheduler.is_sharded:
             with self._heartbeat.busy():
-                scheduler.keep_state(self.position, is_epoch_over=is_epoch_over)
+                scheduler.keep_state(self._progress.position, is_epoch_over=is_epoch_over)
             return True
-        scheduler.after_step(self.position, is_epoch_over=is_epoch_over, is_drained=is_drained)
-        return is_drained and scheduler.has_kept(self.position, is_epoch_over=is_epoch_over)
+        scheduler.after_step(self._progress.position, is_epoch_over=is_epoch_over, is_drained=is_drained)
+        return is_drained and scheduler.has_kept(self._progress.position, is_epoch_over=is_epoch_over)
 
     def _compare_replay(self) -> None:
         """Compare if the replay ends here."""
-        if self._replay is not None and self._replay.has_reached(self.position):
+        if self._replay is not None and self._replay.has_reached(self._progress.position):
             with self._heartbeat.busy():
-                self._replay.finish(self.position)
+                self._replay.finish(self._progress.position)
             self._replay = None
 
     def _position_fields(self) -> dict[str, int]:
-        return {"generation": self.generation, "step": self.position.step}
+        return {"generation": self.generation, "step": self._progress.position.step}
 
     def _progress_fields(self) -> dict[str, float]:
         return {
-            "epoch": self.position.epoch,
+            "epoch": self._progress.position.epoch,
             "stalled_s": round(self._snapshot_scheduler.meter.total_stall_s, 3),
         }
 
@@ -769,13 +773,13 @@ class Run:
             self._replay = None
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
-            if self._snapshot_scheduler.has_committed(self.position):
+            if self._snapshot_scheduler.has_committed(self._progress.position):
                 break
             time.sleep(RETRY_S)
         else:
             if len(self._context.local_leader_by_node) == 1:  # other nodes hold the final state too
                 raise MachineError(
-                    f"the end state (step {self.position.step}) could not be saved in "
+                    f"the end state (step {self._progress.position.step}) could not be saved in "
                     f"{self._context.node_dir}: see the log lines above, free space, and start the job again."
                 )
 
@@ -792,8 +796,7 @@ class Run:
         self._own_time.close()
         self._heartbeat.close()
         self._bucket_order.close()
-        if self._untracked_check is not None:
-            self._untracked_check.close()
+        self._first_steps.close()
         self._drain_request.restore_handler()
         self._snapshot_scheduler.close()
         self._committer_connection.close()

@@ -27,7 +27,8 @@ from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.state_dict import ParameterOrder
+from elastic_resume.state.built_settings import BuiltSettings
+from elastic_resume.state.parameters import FrozenParameters, ParameterOrder
 from elastic_resume.training import worker_exit
 from elastic_resume.training.heartbeat import RankHeartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
@@ -42,6 +43,8 @@ class RunArguments:
     data: Any
     options: RunOptions
     settings: Settings
+    frozen: FrozenParameters
+    built_settings: BuiltSettings
     start_s: float  # the process's age when it called er.resume
 
     @property
@@ -110,6 +113,8 @@ def restore_parts(
         random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
         tracked = {
             **objects,
+            "elastic_resume.frozen": arguments.frozen,
+            "elastic_resume.built": arguments.built_settings,
             "elastic_resume.buckets": bucket_order,
             "elastic_resume.seed": random_numbers,
             coordinator.PARAMETERS: ParameterOrder(objects),

@@ -1,0 +1,20 @@
+"""Wrap a model in DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrap(model: nn.Module, *, is_tracked: bool, **arguments: Any) -> DistributedDataParallel:
+    """Return ``model`` in DDP. ``arguments`` override those chosen here.
+
+    A tracked model is not broadcast, because `er.resume` has compared all ranks.
+    """
+    chosen: dict[str, Any] = {"init_sync": False} if is_tracked else {}
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) == 1 and next(iter(devices)).type == "cuda":
+        chosen["device_ids"] = [next(iter(devices)).index]
+    return DistributedDataParallel(model, **{**chosen, **arguments})
