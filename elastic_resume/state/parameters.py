@@ -61,6 +61,7 @@ class ParameterOrder:
         problems = []
         for name, groups in self._read_names().items():
             stored_groups = stored.get(name, groups)
+            groups = groups[: self._group_counts[name]]  # without those of an attempt that failed
             if self._find_added(name, stored):
                 stored_groups = stored_groups[: len(groups)]
             sizes, stored_sizes = list(map(len, groups)), list(map(len, stored_groups))
@@ -77,7 +78,7 @@ class ParameterOrder:
         """Add the groups that the run had added by add_param_group() before the state was saved."""
         for name, optimizer in self._optimizers.items():
             added = self._find_added(name, stored)
-            del optimizer.param_groups[self._group_counts[name] :]  # of an attempt that failed
+            del optimizer.param_groups[self._group_counts[name] :]
             takes_names = "param_names" in optimizer.param_groups[0]
             for names in added:
                 parameters: list[Any] = [self._parameters[key] for key in names]

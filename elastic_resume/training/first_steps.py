@@ -54,7 +54,7 @@ class FirstSteps:
     def begin_epoch(self) -> None:
         """Let the script change what it likes between two epochs."""
         if self._order is not None:
-            self._order.marks = None
+            self._order.begin_epoch()
 
     def end_step(self) -> None:
         """Check what `run.step` shows."""
@@ -117,6 +117,10 @@ class CallOrder:
         for hook in self._hooks:
             hook.remove()
         self._gradients.clear()
+
+    def begin_epoch(self) -> None:
+        """Let the script change what it likes between two epochs."""
+        self.marks = None
 
     def end_step(self) -> None:
         """Note the state of a step boundary."""

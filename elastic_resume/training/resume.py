@@ -190,7 +190,8 @@ def resume(
     run = Run(arguments, link, standby=is_standby, tensor_pool=tensor_pool)
     for wrapper in state_dict.find_ddp_models({"model": model, **(track or {})}):
         run.ddp(wrapper)  # that the script has made; its bucket order is restored
-        if unfrozen := frozen.find_unfrozen(wrapper.module) if run.rank == 0 else []:
+        unfrozen = frozen.find_unfrozen(wrapper.module)
+        if unfrozen and run.rank == 0 and run.world_size > 1:
             logger.warning(
                 f"WARNING: the checkpoint has requires_grad=True for {unfrozen[0]} (of {len(unfrozen)}), and "
                 "DistributedDataParallel was made before er.resume(), when it was False: it would not "

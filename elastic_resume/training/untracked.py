@@ -153,7 +153,7 @@ def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
     candidates = [item for item in _iter_candidates() if unwrap(item) is item]
     held = _collect_held(tracked)
     candidates = [item for item in candidates if id(item) not in held]
-    inner = {id(part) for item in candidates for part in _iter_held([item]) if part != id(item)}
+    inner = {part for item in candidates for part in _iter_held([item]) if part != id(item)}
     found = []
     for item in candidates:
         optimizer = optimizers.get(id(unwrap(vars(item).get("optimizer"))))
@@ -182,14 +182,9 @@ def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
 
 def _iter_candidates() -> Iterator[Any]:
     """Yield the objects of this process whose class may be a scheduler, an average or a sampler of ours."""
-    is_wanted: dict[type, bool] = {}
-    for item in gc.get_objects():
-        kind = type(item)
-        wanted = is_wanted.get(kind)
-        if wanted is None:
-            wanted = is_wanted[kind] = _is_candidate(kind)
-        if wanted and hasattr(item, "__dict__"):
-            yield item
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if _is_candidate(kind)}
+    yield from (item for item in objects if type(item) in kinds and hasattr(item, "__dict__"))
 
 
 def _is_candidate(kind: type) -> bool:
