@@ -59,9 +59,9 @@ class ParameterOrder:
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
         """Describe each optimizer whose groups or parameters differ from the checkpoint's."""
         problems = []
-        for name, groups in self._read_names().items():
+        for name, all_groups in self._read_names().items():
+            groups = all_groups[: self._group_counts[name]]  # without those of an attempt that failed
             stored_groups = stored.get(name, groups)
-            groups = groups[: self._group_counts[name]]  # without those of an attempt that failed
             if self._find_added(name, stored):
                 stored_groups = stored_groups[: len(groups)]
             sizes, stored_sizes = list(map(len, groups)), list(map(len, stored_groups))

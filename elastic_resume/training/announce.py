@@ -131,11 +131,12 @@ class EarlierRunNotice:
             finished = f" NOTHING IS LEFT TO TRAIN: {finished_reason}." if finished_reason else ""
             logger.info(f"{text}{finished} {START_FRESH_HINT}")
 
-    def record_start(self) -> None:
-        """Record this start's command at the first call, so that its later generations log no notice.
+    def log_and_record(self, finished_reason: str = "") -> None:
+        """Log the notice and record this start's command, so that its later generations log no notice.
 
-        Call it after `log_once`: a crash in between would otherwise silence the notice for good.
+        A crash in between leaves the notice to the next start.
         """
+        self.log_once(finished_reason)
         if not self._start_recorded:
             self._start_recorded = True
             node_dir.record_script_arguments(
@@ -170,7 +171,6 @@ def log_unused_settings(settings: BuiltSettings, rank: int) -> None:
     if (unused := settings.take_unused()) and rank == 0:
         more = f" and {len(unused) - MAX_SETTINGS} more" if len(unused) > MAX_SETTINGS else ""
         logger.info(
-            f"the script builds other settings than at the first start, and the checkpoint's are used: not "
-            f'{", ".join(unused[:MAX_SETTINGS])}{more}. To change them: docs/guides/checkpoints.md, "Change '
-            'the learning rate".'
+            "the script builds other settings than at the first start, and the checkpoint's are used: not "
+            f"{', '.join(unused[:MAX_SETTINGS])}{more}. To change one, set it in a hook of run.on_resume."
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from elastic_resume import failpoints
 
 
 def wrap(model: nn.Module, *, is_tracked: bool, **arguments: Any) -> DistributedDataParallel:
@@ -17,4 +20,7 @@ def wrap(model: nn.Module, *, is_tracked: bool, **arguments: Any) -> Distributed
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) == 1 and next(iter(devices)).type == "cuda":
         chosen["device_ids"] = [next(iter(devices)).index]
-    return DistributedDataParallel(model, **{**chosen, **arguments})
+    wrapped = DistributedDataParallel(model, **{**chosen, **arguments})
+    reference = weakref.ref(wrapped)  # the registration outlives the generation
+    failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
+    return wrapped

@@ -137,7 +137,8 @@ def resume(
 
     Raises:
         ConfigError: an argument is unknown or has a wrong value.
-        UsageError: the job had a run in this process before.
+        UsageError: the job had a run in this process before, or an optimizer trains a parameter that no
+            given object holds.
         UntrackableError: an object cannot be stored, for example because it has no ``state_dict``.
         ElasticResumeError: another subclass in `elastic_resume.errors`, on all ranks, before anything was
             loaded.

@@ -227,11 +227,8 @@ class Run:
             wrapped = ddp.wrap(model, is_tracked=name is not None, **ddp_kwargs)
             if name is not None:
                 self._bucket_order.prepare(name, inner, wrapped)
+                self._own_time.watch(wrapped)
         self._wrappers.add(wrapped)
-        if name is not None:
-            self._own_time.watch(wrapped)
-        reference = weakref.ref(wrapped)  # the registration outlives the generation
-        failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
         return wrapped
 
     def replicate(self, model: nn.Module) -> nn.Module:
@@ -320,8 +317,7 @@ class Run:
 
     @_uninterrupted
     def _count_step(self) -> None:
-        self._earlier_run_notice.log_once()
-        self._earlier_run_notice.record_start()
+        self._earlier_run_notice.log_and_record()
         self._require_step_before_end()
         if not self._wrappers_checked:
             self._check_wrappers()
@@ -788,8 +784,7 @@ class Run:
             return
         self._closed = True
         if is_over:
-            self._earlier_run_notice.log_once("the script has taken no step")
-            self._earlier_run_notice.record_start()
+            self._earlier_run_notice.log_and_record("the script has taken no step")
         else:
             self._stop_waiting_for_peers()
         atexit.unregister(self._release)  # the registration would keep this run and its slots alive

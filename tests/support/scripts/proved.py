@@ -30,6 +30,8 @@ BATCH, SAMPLES = 8, 80
 class Centred(nn.Module):
     """Subtracts the mean of the first batch, whose shape it does not know before."""
 
+    mean: torch.Tensor | None
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", None)

@@ -32,7 +32,7 @@ class Table:
 
 
 SCHEDULERS: dict[str, Make] = {
-    "cosine": lambda optimizer, total: lr_scheduler.CosineAnnealingLR(optimizer, total),
+    "cosine": lr_scheduler.CosineAnnealingLR,
     "one cycle": lambda optimizer, total: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total),
     "warmup": lambda optimizer, _: lr_scheduler.LambdaLR(optimizer, lambda n: n / 10),
     "sequence": lambda optimizer, total: lr_scheduler.SequentialLR(
@@ -47,7 +47,10 @@ SCHEDULERS: dict[str, Make] = {
 def build(make: Make, lr: float = 0.1, total: int = 20, decay: float = 0.0) -> dict[str, Any]:
     """Build an optimizer and a schedule from arguments of a script."""
     model = nn.Linear(1, 1)
-    groups = [{"params": [model.weight], "weight_decay": decay}, {"params": [model.bias]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [model.weight], "weight_decay": decay},
+        {"params": [model.bias]},
+    ]
     optimizer = torch.optim.SGD(groups, lr=lr, weight_decay=0.0)
     return {"optimizer": optimizer, "scheduler": make(optimizer, total)}
 

@@ -230,7 +230,7 @@ def test_module_that_refuses_its_state_is_named() -> None:
     target.register_buffer("other", torch.zeros(1))
     saved = LoadsItself(torch.ones(2))
     saved.register_buffer("other", torch.zeros(3))
-    with pytest.raises(MismatchError, match="(?s)LoadsItself refuses the checkpoint's state.*size mismatch"):
+    with pytest.raises(MismatchError, match=r"(?s)LoadsItself refuses the checkpoint's state.*size mismatch"):
         load({"model": saved}, {"model": target})
 
 
@@ -285,7 +285,7 @@ def test_optimizers_share_their_groups_after_a_load(names: tuple[str, ...], reli
 def test_groups_of_other_optimizers_are_left_to_torch() -> None:
     """Nothing is shared, so each load makes new groups."""
     model = nn.Linear(1, 1)
-    tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    groups = tracked["optimizer"].param_groups  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(model.parameters())
+    tracked, groups = {"model": model, "optimizer": optimizer}, optimizer.param_groups
     load(tracked, tracked)
-    assert tracked["optimizer"].param_groups is not groups  # type: ignore[union-attr]
+    assert optimizer.param_groups is not groups
