@@ -137,8 +137,7 @@ def resume(
 
     Raises:
         ConfigError: an argument is unknown or has a wrong value.
-        UsageError: the job had a run in this process before, or an optimizer trains a parameter that no
-            given object holds.
+        UsageError: the job had a run in this process before, or an optimizer's parameter is in no object.
         UntrackableError: an object cannot be stored, for example because it has no ``state_dict``.
         ElasticResumeError: another subclass in `elastic_resume.errors`, on all ranks, before anything was
             loaded.
@@ -189,8 +188,15 @@ def resume(
     options = RunOptions(seed, rng, on_world_change)
     arguments = RunArguments(tracked, batches, data, options, settings, frozen, built_settings, start_s)
     run = Run(arguments, link, standby=is_standby, tensor_pool=tensor_pool)
-    for wrapper in state_dict.find_ddp_models({"model": model, **(track or {})}):
-        run.ddp(wrapper)  # that the script has made; its bucket order is restored
+    _prepare_wrappers(run, frozen, {"model": model, **(track or {})})
+    _resumed.add(node_dir)
+    return run
+
+
+def _prepare_wrappers(run: Run, frozen: FrozenParameters, objects: Mapping[str, Any]) -> None:
+    """Restore the bucket order of each DDP that the script has made; warn if it lacks parameters."""
+    for wrapper in state_dict.find_ddp_models(objects):
+        run.ddp(wrapper)
         unfrozen = frozen.find_unfrozen(wrapper.module)
         if unfrozen and run.rank == 0 and run.world_size > 1:
             logger.warning(
@@ -198,8 +204,6 @@ def resume(
                 "DistributedDataParallel was made before er.resume(), when it was False: it would not "
                 "average these gradients. Wrap the model after er.resume(): model = run.ddp(model)."
             )
-    _resumed.add(node_dir)
-    return run
 
 
 def _touch_memory(tracked: Mapping[str, Any]) -> TensorPool | None:

@@ -48,6 +48,11 @@ class RunArguments:
     start_s: float  # the process's age when it called er.resume
 
     @property
+    def records(self) -> dict[str, Any]:
+        """What is tracked of the script's objects beside their state."""
+        return {"elastic_resume.frozen": self.frozen, "elastic_resume.built": self.built_settings}
+
+    @property
     def node_dir(self) -> Path:
         """The node's directory."""
         return self.settings.ckpt_dir / self.settings.run_id / self.settings.node_name
@@ -113,12 +118,10 @@ def restore_parts(
         random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
         tracked = {
             **objects,
-            "elastic_resume.frozen": arguments.frozen,
-            "elastic_resume.built": arguments.built_settings,
             "elastic_resume.buckets": bucket_order,
             "elastic_resume.seed": random_numbers,
             coordinator.PARAMETERS: ParameterOrder(objects),
-        }
+        } | arguments.records
         connection = CommitterConnection.open(context)
         cleanup.callback(connection.close)
         result = coordinator.restore(
