@@ -73,6 +73,10 @@ class BucketOrder:
             passes = self._step_count if ddp.static_graph else 1
             _replay_order([parameters[key] for key in order], _find_sparse_ids(model), ddp, passes)
 
+    def get_keys(self, name: str) -> list[str] | None:
+        """Return the parameters of a model whose order is recorded, or None."""
+        return self._orders.get(name)
+
     def end_step(self) -> None:
         """Count an optimizer step. After the first one the recorded order is complete."""
         if self._step_count < _STEPS_UNTIL_FINAL:

@@ -6,7 +6,7 @@ Scripts change both while they train: they unfreeze layers, and give them to an 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -138,14 +138,19 @@ class FrozenParameters:
         ]
 
     @contextlib.contextmanager
-    def thawed(self) -> Iterator[None]:
-        """Let DDP see all parameters that were trained when they were recorded, as in an undisturbed run.
+    def thawed(self, name: str, ddp_keys: Collection[str] | None) -> Iterator[None]:
+        """Let DDP see the parameters of a model that it has had in an undisturbed run.
 
         The state of a step boundary may have some of them frozen, as in a GAN that switches the flags in
-        each step.
+        each step. ``ddp_keys`` are those whose gradients DDP has averaged, None if unknown.
         """
         frozen = [
-            p for name, p in self._parameters.items() if name in self._was_trained and not p.requires_grad
+            p
+            for path, p in self._parameters.items()
+            if path.startswith(f"{name}/")
+            and path in self._was_trained
+            and not p.requires_grad
+            and (ddp_keys is None or path.removeprefix(f"{name}/") in ddp_keys)
         ]
         for parameter in frozen:
             parameter.requires_grad_(True)

@@ -223,7 +223,8 @@ class Run:
             return model
         if self._is_restartable:
             check_ddp_arguments(ddp_kwargs)
-        with self._arguments.frozen.thawed():
+        keys = ddp.find_keys(name, inner, self._bucket_order, self._wrappers)
+        with self._arguments.frozen.thawed(name or "", keys):
             wrapped = ddp.wrap(model, is_tracked=name is not None, **ddp_kwargs)
             if name is not None:
                 self._bucket_order.prepare(name, inner, wrapped)

@@ -119,7 +119,8 @@ def test_ddp_sees_all_parameters_that_are_trained_at_some_time() -> None:
     tracked = build("head")
     model, frozen = tracked["model"], tracked[FROZEN]
     model["body"].requires_grad_(False)
-    with frozen.thawed():
-        assert all(p.requires_grad for p in model.parameters())
-    assert not model["body"].weight.requires_grad
+    for keys, thawed in ((None, True), (["body.weight", "body.bias"], True), (["head.weight"], False)):
+        with frozen.thawed("model", keys):
+            assert all(p.requires_grad for p in model["body"].parameters()) is thawed
+        assert not model["body"].weight.requires_grad
     assert model["head"].weight.requires_grad
