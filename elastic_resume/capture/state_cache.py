@@ -46,10 +46,10 @@ from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.shards import tensor_name
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.dtensors import is_dtensor, to_local
+from elastic_resume.state.parameters import ParameterOrder
 from elastic_resume.state.state_dict import (
     REPLICATED,
     Leaf,
-    ParameterOrder,
     TensorCollector,
     TensorKey,
     flatten_object,

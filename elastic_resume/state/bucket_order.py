@@ -67,11 +67,15 @@ class BucketOrder:
         order = self._orders.get(name)
         if ddp.find_unused_parameters and not ddp.static_graph:
             return  # DDP never rebuilds its buckets then
-        if order is None:
-            self._record(name, parameters)
+        if order is None or (parameters.keys() != set(order) and not ddp.static_graph):
+            self._record(name, parameters)  # again if the script has frozen or unfrozen parameters
         elif self._can_replay(name, parameters, ddp):
             passes = self._step_count if ddp.static_graph else 1
             _replay_order([parameters[key] for key in order], _find_sparse_ids(model), ddp, passes)
+
+    def get_keys(self, name: str) -> list[str] | None:
+        """Return the parameters of a model whose order is recorded, or None."""
+        return self._orders.get(name)
 
     def end_step(self) -> None:
         """Count an optimizer step. After the first one the recorded order is complete."""

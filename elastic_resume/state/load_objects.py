@@ -1,6 +1,8 @@
 """Load a stored state into live objects, after checking that all of it fits.
 
 Invariant: names, shapes and dtypes are compared before anything is changed, and every difference is listed.
+Exempt are buffers that get their shape from the first batch: a registered None or empty tensor takes any
+shape, and a module with a ``_load_from_state_dict`` of its own checks its buffers itself.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +23,15 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import MismatchError
 from elastic_resume.state import dtensors
 from elastic_resume.state.dtensors import LiveShards
-from elastic_resume.state.state_dict import COMPLEX_KINDS, TrackedTensors, make_name_canonicalizer, type_name
+from elastic_resume.state.parameters import ParameterOrder
+from elastic_resume.state.shared_groups import SharedGroups
+from elastic_resume.state.state_dict import (
+    COMPLEX_KINDS,
+    RESERVED_PREFIX,
+    TrackedTensors,
+    make_name_canonicalizer,
+    type_name,
+)
 
 # Keys that schedulers write into the groups of an optimizer.
 SCHEDULER_GROUP_KEYS = frozenset(
@@ -63,9 +74,15 @@ def load_into(
             f"definition, or start over on purpose with --resume never.\n  {shown}{more}"
         )
     # An unsharded run's optimizer has whole tensors only; a sharded one's divides what belongs in shards.
+    for name, item in tracked.items():
+        if isinstance(item, ParameterOrder) and name in stored:
+            item.prepare(stored[name])
     parts = [part.values() for part in stored.values() if isinstance(part, dict)]
     was_sharded = any(isinstance(value, TensorRef) and value.shards for part in parts for value in part)
+    shared_groups = SharedGroups(tracked)
     for name, item in tracked.items():
+        if name not in stored:  # a record that an older release did not keep
+            continue
         # Outside of the try: an error of get_tensor is not a mismatch.
         if isinstance(item, nn.Module):
             restored = _build_module_state(item, stored[name], get_tensor)
@@ -84,6 +101,7 @@ def load_into(
                 f"{name}: {type_name(item)} refuses the checkpoint's state: {error}. "
                 "Build it as the run that wrote the checkpoint did, or start over with --resume never."
             ) from error
+    shared_groups.restore()
 
 
 def iter_live_tensors(tracked: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -106,7 +124,11 @@ def _find_mismatches(
     get_tensor: Callable[[str], Tensor],
     live_shards: LiveShards,
 ) -> list[str]:
-    problems = [f"{name}: tracked now, not in the checkpoint" for name in tracked if name not in stored]
+    problems = [
+        f"{name}: tracked now, not in the checkpoint"
+        for name in tracked
+        if name not in stored and not name.startswith(RESERVED_PREFIX)
+    ]
     problems += [
         f"{name}: in the checkpoint, not passed to resume()" for name in stored if name not in tracked
     ]
@@ -122,7 +144,8 @@ def _find_mismatches(
         canonical = make_name_canonicalizer(item) if isinstance(item, nn.Module) else str
         live = {canonical(key): value for key, value in item.state_dict().items()}
         kept = stored[name] if isinstance(stored[name], dict) else {}
-        for key in sorted(live.keys() | kept.keys()):
+        late = _find_late_buffers(item, kept) if isinstance(item, nn.Module) else {}
+        for key in sorted((live.keys() | kept.keys()) - late.keys()):
             if key.rpartition(".")[2] == _EXTRA_STATE_KEY and key in live and key in kept:
                 continue  # the module checks it itself
             here = _describe_value(live.get(key), get_tensor, live_shards)
@@ -185,11 +208,53 @@ def _build_module_state(
     get_tensor: Callable[[str], Tensor],
 ) -> dict[str, Any]:
     canonical = make_name_canonicalizer(module)
+    late = _find_late_buffers(module, stored)
+    for key, (_, owner, own_name) in late.items():
+        buffer = owner._buffers.get(own_name)  # noqa: SLF001  the only way to reach a registered None
+        if own_name in owner._buffers and (buffer is None or not buffer.numel()):  # noqa: SLF001
+            value = replace_references(stored[key], get_tensor)
+            device = buffer.device if buffer is not None else _find_device(owner, module)
+            owner._buffers[own_name] = torch.empty_like(value, device=device)  # noqa: SLF001
     live = module.state_dict()
     # A live state_dict carries the version numbers that modules read when they load.
+    for key, (real, _, _) in late.items():
+        live[real] = replace_references(stored[key], get_tensor, live.get(real))
     for key in live:
-        live[key] = replace_references(stored[canonical(key)], get_tensor, live[key])
+        if canonical(key) not in late:
+            live[key] = replace_references(stored[canonical(key)], get_tensor, live[key])
     return live
+
+
+def _find_late_buffers(module: nn.Module, stored: Mapping[str, Any]) -> dict[str, tuple[str, nn.Module, str]]:
+    """Find the stored buffers whose shape, or presence, the first batch decides.
+
+    Return the real key of each, the module that owns it, and its name there.
+    """
+    canonical = make_name_canonicalizer(module)
+    owners = {canonical(f"{path}." if path else ""): (path, owner) for path, owner in module.named_modules()}
+    found = {}
+    for key, value in stored.items():
+        prefix, dot, own_name = key.rpartition(".")
+        path, owner = owners.get(prefix + dot, ("", None))
+        if owner is None or own_name in owner._parameters or own_name in owner._non_persistent_buffers_set:  # noqa: SLF001
+            continue
+        buffer = owner._buffers.get(own_name)  # noqa: SLF001
+        is_empty = own_name in owner._buffers and (buffer is None or not buffer.numel())  # noqa: SLF001
+        if isinstance(value, TensorRef) and (is_empty or _loads_itself(owner)):
+            found[key] = (f"{path}.{own_name}" if path else own_name, owner, own_name)
+    return found
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Return whether a module loads its buffers by code of its own; torch.nn's own classes check shapes."""
+    loader = type(module)._load_from_state_dict  # noqa: SLF001  what a module overrides to load
+    return not loader.__module__.startswith("torch.nn.") or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+
+
+def _find_device(*modules: nn.Module) -> torch.device | None:
+    """Return the device of the first tensor of the modules."""
+    tensors = (tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
+    return next((tensor.device for tensor in tensors), None)
 
 
 def _build_state(

@@ -15,12 +15,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import logging
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +25,6 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
@@ -36,8 +32,6 @@ from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.shards import Shards, shard_index, tensor_name
 from elastic_resume.errors import ConfigError, UntrackableError
 from elastic_resume.state import dtensors
-
-logger = logging.getLogger(__name__)
 
 # safetensors' name of each dtype. Complex tensors are stored as pairs of reals.
 NAME_BY_DTYPE: dict[torch.dtype, str] = {
@@ -539,97 +533,3 @@ def make_name_canonicalizer(module: nn.Module) -> Callable[[str], str]:
 def type_name(item: Any) -> str:
     """Return the readable name of an object's type."""
     return f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
-
-
-class ParameterOrder:
-    """The order of parameters in each optimizer, compared before anything is loaded.
-
-    An optimizer's state refers to parameters by index. If the order changed, it would silently use one
-    parameter's momentum for another of the same shape.
-    """
-
-    def __init__(self, tracked: Mapping[str, Any]) -> None:
-        """Record the order in each optimizer, using the names of the tracked models."""
-        names: dict[int, str] = {}
-        for name, item in tracked.items():
-            if isinstance(item, nn.Module):
-                canonical = make_name_canonicalizer(item)  # walks the whole model
-                names |= {id(p): f"{name}/{canonical(key)}" for key, p in item.named_parameters()}
-        self._optimizers = {name: item for name, item in tracked.items() if isinstance(item, Optimizer)}
-        self._name_by_parameter_id = names
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers: `state_dict` stays the same while their groups do."""
-        return list(self._optimizers.values())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the parameter names of each optimizer and group; "" for a parameter that is not tracked."""
-        return {
-            name: [
-                [self._name_by_parameter_id.get(id(p), "") for p in group["params"]]
-                for group in optimizer.param_groups
-            ]
-            for name, optimizer in self._optimizers.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: `differences` compares instead."""
-
-    def differences(self, stored: Mapping[str, Any]) -> list[str]:
-        """Describe each optimizer whose groups or parameters differ from the checkpoint's."""
-        problems = []
-        for name, groups in self.state_dict().items():
-            stored_groups = stored.get(name, groups)
-            sizes, stored_sizes = list(map(len, groups)), list(map(len, stored_groups))
-            if sizes != stored_sizes:
-                problems.append(f"{name}: groups of {sizes} parameters now, {stored_sizes} in the checkpoint")
-                continue
-            pairs = zip(chain.from_iterable(groups), chain.from_iterable(stored_groups), strict=True)
-            here, there = next(((a, b) for a, b in pairs if a != b), ("", ""))
-            if here != there:
-                problems.append(f"{name}: {here or 'a parameter'} stands where the checkpoint has {there!r}")
-        return problems
-
-
-class UntrackedOptimizerCheck:
-    """Warns once about each optimizer that steps tracked parameters while its own state is not tracked.
-
-    Such an optimizer was built after `er.resume`, or is hidden in one whose state_dict() lacks its state. The
-    check runs after the first step that leaves tensors in the optimizer's state.
-    """
-
-    def __init__(self, tracked: Mapping[str, Any]) -> None:
-        """Check every optimizer of this process after its steps, until `close`."""
-        self._tracked = dict(tracked)
-        optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
-        self._checked_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
-        self._hook = register_optimizer_step_post_hook(self._check_optimizer)
-
-    def close(self) -> None:
-        """Stop checking."""
-        self._hook.remove()
-
-    def _check_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer in self._checked_optimizers or not optimizer.state:
-            return
-        self._checked_optimizers.add(optimizer)
-        addresses = {
-            dtensors.to_local(value).data_ptr()
-            for entries in optimizer.state.values()
-            for value in (entries.values() if isinstance(entries, dict) else ())
-            if isinstance(value, Tensor) and value.numel()
-        }
-        stepped_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        models = {name: item for name, item in self._tracked.items() if isinstance(item, nn.Module)}
-        stepped = [name for name in models if any(id(p) in stepped_ids for p in models[name].parameters())]
-        if not addresses or not stepped:
-            return
-        # A tracked optimizer that wraps this one may include its state.
-        tracked_addresses = {leaf.tensor.data_ptr() for leaf in flatten(self._tracked).leaves}
-        if not addresses <= tracked_addresses:
-            logger.warning(
-                f"WARNING: {type_name(optimizer)} steps parameters of {stepped[0]!r}, but its state is "
-                "untracked. A resume would start without it. Build it before er.resume() and pass it as "
-                "optimizer=."
-            )

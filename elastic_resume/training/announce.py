@@ -17,12 +17,14 @@ from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.state import state_dict
+from elastic_resume.state.built_settings import BuiltSettings
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
 
 START_FRESH_HINT = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
 MAX_COMMAND_CHARS = 300  # limit of a script's arguments in one line
+MAX_SETTINGS = 8  # limit of changed settings in one line
 
 
 def resume_event_fields(result: ResumeResult, position: Position, world_size: int) -> dict[str, Any]:
@@ -169,11 +171,12 @@ class EarlierRunNotice:
             finished = f" NOTHING IS LEFT TO TRAIN: {finished_reason}." if finished_reason else ""
             logger.info(f"{text}{finished} {START_FRESH_HINT}")
 
-    def record_start(self) -> None:
-        """Record this start's command at the first call, so that its later generations log no notice.
+    def log_and_record(self, finished_reason: str = "") -> None:
+        """Log the notice and record this start's command, so that its later generations log no notice.
 
-        Call it after `log_once`: a crash in between would otherwise silence the notice for good.
+        A crash in between leaves the notice to the next start.
         """
+        self.log_once(finished_reason)
         if not self._start_recorded:
             self._start_recorded = True
             node_dir.record_script_arguments(
@@ -201,3 +204,13 @@ def describe_difference(
 
 def _truncate(text: str) -> str:
     return text if len(text) <= MAX_COMMAND_CHARS else f"{text[:MAX_COMMAND_CHARS]}…"
+
+
+def log_unused_settings(settings: BuiltSettings, rank: int) -> None:
+    """Log, once after a restore, which hyperparameters and schedules the script has built in vain."""
+    if (unused := settings.take_unused()) and rank == 0:
+        more = f" and {len(unused) - MAX_SETTINGS} more" if len(unused) > MAX_SETTINGS else ""
+        logger.info(
+            "the script builds other settings than at the first start, and the checkpoint's are used: not "
+            f"{', '.join(unused[:MAX_SETTINGS])}{more}. To change one, set it in a hook of run.on_resume."
+        )

@@ -26,7 +26,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -39,7 +38,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
-from elastic_resume import failpoints
 from elastic_resume.errors import ElasticResumeError, UsageError, WorldChanged
 from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.ranks.rank_context import RankContext
@@ -321,18 +319,6 @@ def uninterrupted(method: Callable[Concatenate[R, P], T]) -> Callable[Concatenat
             return method(self, *args, **kwargs)
 
     return protected
-
-
-def make_ddp(model: nn.Module, *, is_tracked: bool, **ddp_kwargs: Any) -> DistributedDataParallel:
-    """Wrap a model; of a tracked one `er.resume` has compared all ranks, so it is not broadcast."""
-    kwargs: dict[str, Any] = {"init_sync": False} if is_tracked else {}
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) == 1 and next(iter(devices)).type == "cuda":
-        kwargs["device_ids"] = [next(iter(devices)).index]
-    wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
-    reference = weakref.ref(wrapped)  # the registration outlives the generation
-    failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
-    return wrapped
 
 
 def release_wrapper(wrapper: DistributedDataParallel) -> None:

@@ -27,7 +27,9 @@ from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import read_start_ticks
 from elastic_resume.state import state_dict
-from elastic_resume.training import worker_exit
+from elastic_resume.state.built_settings import BuiltSettings
+from elastic_resume.state.parameters import FrozenParameters
+from elastic_resume.training import untracked, worker_exit
 from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.run import Run
 from elastic_resume.training.run_parts import RunArguments
@@ -135,7 +137,7 @@ def resume(
 
     Raises:
         ConfigError: an argument is unknown or has a wrong value.
-        UsageError: the job had a run in this process before.
+        UsageError: the job had a run in this process before, or an optimizer's parameter is in no object.
         UntrackableError: an object cannot be stored, for example because it has no ``state_dict``.
         ElasticResumeError: another subclass in `elastic_resume.errors`, on all ranks, before anything was
             loaded.
@@ -176,18 +178,32 @@ def resume(
         objects["data"] = data if batches is None else batches
         tracked = state_dict.collect_objects({**objects, **(track or {})})
         _check_single_data_order(tracked, batches)
+        untracked.require_tracked_parameters(tracked)
+        frozen, built_settings = FrozenParameters(tracked), BuiltSettings(tracked)
         node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
         _check_second_run(node_dir)
     except ElasticResumeError:
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
     options = RunOptions(seed, rng, on_world_change)
-    arguments = RunArguments(tracked, batches, data, options, settings, start_s)
+    arguments = RunArguments(tracked, batches, data, options, settings, frozen, built_settings, start_s)
     run = Run(arguments, link, standby=is_standby, tensor_pool=tensor_pool)
-    for wrapper in state_dict.find_ddp_models({"model": model, **(track or {})}):
-        run.ddp(wrapper)  # that the script has made; its bucket order is restored
+    _prepare_wrappers(run, frozen, {"model": model, **(track or {})})
     _resumed.add(node_dir)
     return run
+
+
+def _prepare_wrappers(run: Run, frozen: FrozenParameters, objects: Mapping[str, Any]) -> None:
+    """Restore the bucket order of each DDP that the script has made; warn if it lacks parameters."""
+    for wrapper in state_dict.find_ddp_models(objects):
+        run.ddp(wrapper)
+        unfrozen = frozen.find_unfrozen(wrapper.module)
+        if unfrozen and run.rank == 0 and run.world_size > 1:
+            logger.warning(
+                f"WARNING: the checkpoint has requires_grad=True for {unfrozen[0]} (of {len(unfrozen)}), and "
+                "DistributedDataParallel was made before er.resume(), when it was False: it would not "
+                "average these gradients. Wrap the model after er.resume(): model = run.ddp(model)."
+            )
 
 
 def _touch_memory(tracked: Mapping[str, Any]) -> TensorPool | None:

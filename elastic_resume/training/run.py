@@ -36,8 +36,8 @@ from elastic_resume.restore import replica_check
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
-from elastic_resume.state.state_dict import UntrackedOptimizerCheck
-from elastic_resume.training import announce, ddp_check, hsdp, worker_exit
+from elastic_resume.training import announce, ddp, ddp_check, hsdp, worker_exit
+from elastic_resume.training.first_steps import FirstSteps
 from elastic_resume.training.heartbeat import count_collectives
 from elastic_resume.training.own_time import OwnTime
 from elastic_resume.training.progress import StepLimit
@@ -52,7 +52,6 @@ from elastic_resume.training.restartable import (
     check_world,
     check_wrappers,
     has_saved_state,
-    make_ddp,
     release_wrapper,
     require_saved_state,
     uninterrupted,
@@ -100,7 +99,9 @@ class Run:
         self._pid = os.getpid()
         self._closed = True  # no generation is begun
         self._is_restartable = False  # a restartable function runs
-        self._script_hooks = ScriptHooks()
+        self._script_hooks = ScriptHooks(
+            lambda: announce.log_unused_settings(arguments.built_settings, self.rank)
+        )
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
         self._fsdp_modules = weakref.WeakSet(hsdp.find_fsdp_modules() if standby else ())
@@ -119,7 +120,7 @@ class Run:
         self._rank_values = parts.rank_values
         self._rank0_buffers = Rank0Buffers(context, parts.tracked)
         self._ddp_check = ddp_check.DDPCheck(context, self._wrappers, self._rank0_buffers)
-        self._first_steps_check = replica_check.FirstStepsCheck(context, parts.tracked)
+        self._replica_check = replica_check.FirstStepsCheck(context, parts.tracked)
         self._node_dir = parts.node_dir
         self._committer_connection = parts.committer_connection
         self._bucket_order = parts.bucket_order
@@ -135,14 +136,14 @@ class Run:
         self._script_hooks.begin_generation()
         self._closed = self._is_replicated = False
         self._step_event_interval_s, self._next_step_event_s = context.settings.step_mark_s, 0.0
-        self._recorded_step = self.position.step
+        self._recorded_step = self._progress.position.step
         self._step_limit = StepLimit(os.environ.get(constants.ENV_LAST_STEP, ""))
         worker_exit.set_generation(
             generation=self.generation,
             read_step=lambda: self._recorded_step,
             is_proving=lambda: self._replay is not None,
         )
-        self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
+        self._first_steps = FirstSteps(self._tracked, self._arguments.batches, parts.result, self.rank)
         self._start_generation(parts.result)
 
     # ---- position and size ---------------------------------------------------------------------------
@@ -150,6 +151,7 @@ class Run:
     @property
     def position(self) -> Position:
         """The finished epochs, steps in the epoch, steps of the job, and samples."""
+        self._first_steps.note_position_read()
         return self._progress.position
 
     @property
@@ -216,11 +218,13 @@ class Run:
             return model
         if self._is_restartable:
             check_ddp_arguments(ddp_kwargs)
-        wrapped = make_ddp(model, is_tracked=name is not None, **ddp_kwargs)
+        keys = ddp.find_keys(name, inner, self._bucket_order, self._wrappers)
+        with self._arguments.frozen.thawed(name or "", keys):
+            wrapped = ddp.wrap(model, is_tracked=name is not None, **ddp_kwargs)
+            if name is not None:
+                self._bucket_order.prepare(name, inner, wrapped)
+                self._own_time.watch(wrapped)
         self._wrappers.add(wrapped)
-        if name is not None:
-            self._bucket_order.prepare(name, inner, wrapped)
-            self._own_time.watch(wrapped)
         return wrapped
 
     def replicate(self, model: nn.Module) -> nn.Module:
@@ -245,8 +249,10 @@ class Run:
         epoch: a save that is due at its last step is made when the script asks for the next epoch. After the
         last epoch the final state is committed on every node.
         """
-        announce.log_enumerate_hint(self._context, self.position)
-        return self._iterate("epoch", count, lambda: self.position.epoch, self.begin_epoch, self.end_epoch)
+        announce.log_enumerate_hint(self._context, self._progress.position)
+        return self._iterate(
+            "epoch", count, lambda: self._progress.position.epoch, self.begin_epoch, self.end_epoch
+        )
 
     def _iterate(
         self,
@@ -257,7 +263,7 @@ class Run:
         end: Callable[[], None],
     ) -> Iterator[int]:
         self._script_hooks.run()
-        self._random_numbers.start_at(self.position.step)
+        self._random_numbers.start_at(self._progress.position.step)
         finished = f"{unit} {get_number()} of {count} is over" if get_number() >= count else ""
         self._earlier_run_notice.begin_loop(finished, is_stopped=self._is_stopped)
         with self._heartbeat.idle_afterwards():
@@ -278,6 +284,7 @@ class Run:
 
         In a resumed epoch the index goes on where the epoch was interrupted, while ``enumerate`` starts at 0.
         """
+        self._first_steps.note_position_read()
         return self._progress.enumerate_batches(loader)
 
     @uninterrupted
@@ -320,7 +327,8 @@ class Run:
 
         """
         self._script_hooks.run()
-        self._random_numbers.start_at(self.position.step)
+        self._random_numbers.start_at(self._progress.position.step)
+        self._first_steps.begin_epoch()
         return self._progress.start_epoch(from_start=from_start)
 
     @uninterrupted
@@ -368,7 +376,7 @@ class Run:
             )
         self._script_hooks.run()
         self._count_step(count - 1)
-        failpoints.hit("between-steps", self.position.step)
+        failpoints.hit("between-steps", self._progress.position.step)
 
     def _count_optimizer_steps(self, accumulate: int, explain: Callable[[int], str]) -> StepCounter:
         """Count the steps of optimizers. ``accumulate`` is for a data order that does not know it."""
@@ -388,9 +396,8 @@ class Run:
 
     @uninterrupted
     def _count_step(self, skipped: int) -> None:
-        self._earlier_run_notice.log_once()
-        self._earlier_run_notice.record_start()
-        self._step_limit.check(self.position.step)
+        self._earlier_run_notice.log_and_record()
+        self._step_limit.check(self._progress.position.step)
         if not self._wrappers_checked:
             self._check_wrappers()
         position = self._progress.finish_step(skipped)
@@ -398,20 +405,19 @@ class Run:
         self._ddp_check.before_buffers()
         self._rank0_buffers.receive()
         self._bucket_order.end_step()
-        self._first_steps_check.after_step(position.step, has_ddp=self._bucket_order.has_ddp)
+        self._replica_check.after_step(position.step, has_ddp=self._bucket_order.has_ddp)
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
-        is_drained = False
-        if self._progress.has_no_batch_left and self._replay is None:
+        if is_at_end := self._progress.has_no_batch_left and self._replay is None:
             self._snapshot_scheduler.after_step(position, may_commit=False)
-        else:
-            is_drained = self._save_if_due()
+        is_drained = not is_at_end and self._save_if_due()
         # A step counts as finished only now, when its snapshot has begun: a process that dies earlier leaves
         # no copy of it, and its peers may be stopped before they have one.
         self._record_step(position)
         if is_drained:
             self._drain_request.terminate_process()
         self._own_time.end_step()
+        self._first_steps.end_step()
 
     def _record_step(self, position: Position) -> None:
         self._heartbeat.finish_step(position.step)
@@ -544,7 +550,7 @@ class Run:
 
         """
         with self._heartbeat.busy():
-            replica_check.require_equal(self._context, self._tracked, self.position.step)
+            replica_check.require_equal(self._context, self._tracked, self._progress.position.step)
 
     def on_resume(self, hook: H) -> H:
         """Call ``hook(run)`` in each generation that resumes saved state, before it trains.
@@ -609,10 +615,7 @@ class Run:
 
         """
         if not self._closed and sys.exc_info()[0] is not None:
-            logger.debug(
-                f"the run was closed at step {self.position.step} while an exception was being handled: "
-                "nothing more was saved."
-            )
+            logger.debug("the run was closed while an exception was being handled: nothing more was saved.")
             self._release()
         else:
             self._save_and_release()
@@ -657,12 +660,9 @@ class Run:
         if self._script_state is None:
             self._script_state = ScriptState(self._tracked)
         self._wrappers_checked = False
-        self._context.events.emit(
-            "restartable",
-            generation=self.generation,
-            start_s=round(self._arguments.start_s, 3),
-            state_bytes=self._state_bytes,
-        )
+        start_s = round(self._arguments.start_s, 3)
+        fields = {"generation": self.generation, "start_s": start_s, "state_bytes": self._state_bytes}
+        self._context.events.emit("restartable", **fields)
 
     def _leave_generation(self) -> str:
         """Release all that belongs to this generation; return why this process can enter no other, or ""."""
@@ -714,12 +714,13 @@ class Run:
 
     def _start_generation(self, result: ResumeResult) -> None:
         """Emit the events of the start, and log it."""
-        self._earlier_run_notice = announce.EarlierRunNotice(result, self._context, self.position, sys.argv)
-        self._heartbeat.start_generation(self.generation, self.position.step)
-        announce.start_worker(self._context, self.generation, self.position.step, self._tracked)
-        self._random_numbers.start_at(self.position.step)
+        position = self._progress.position
+        self._earlier_run_notice = announce.EarlierRunNotice(result, self._context, position, sys.argv)
+        self._heartbeat.start_generation(self.generation, position.step)
+        announce.start_worker(self._context, self.generation, position.step, self._tracked)
+        self._random_numbers.start_at(position.step)
         if self.rank == 0:
-            announce.log_start(result, self._context, self.position, world_change=self.world_change)
+            announce.log_start(result, self._context, position, world_change=self.world_change)
         atexit.register(self._release)
 
     def _save_if_due(self) -> bool:
@@ -731,24 +732,24 @@ class Run:
         scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
         if is_drained and not scheduler.is_sharded:
             with self._heartbeat.busy():
-                scheduler.keep_state(self.position, is_epoch_over=is_epoch_over)
+                scheduler.keep_state(self._progress.position, is_epoch_over=is_epoch_over)
             return True
-        scheduler.after_step(self.position, is_epoch_over=is_epoch_over, is_drained=is_drained)
-        return is_drained and scheduler.has_kept(self.position, is_epoch_over=is_epoch_over)
+        scheduler.after_step(self._progress.position, is_epoch_over=is_epoch_over, is_drained=is_drained)
+        return is_drained and scheduler.has_kept(self._progress.position, is_epoch_over=is_epoch_over)
 
     def _compare_replay(self) -> None:
         """Compare if the replay ends here."""
-        if self._replay is not None and self._replay.has_reached(self.position):
+        if self._replay is not None and self._replay.has_reached(self._progress.position):
             with self._heartbeat.busy():
-                self._replay.finish(self.position)
+                self._replay.finish(self._progress.position)
             self._replay = None
 
     def _position_fields(self) -> dict[str, int]:
-        return {"generation": self.generation, "step": self.position.step}
+        return {"generation": self.generation, "step": self._progress.position.step}
 
     def _progress_fields(self) -> dict[str, float]:
         return {
-            "epoch": self.position.epoch,
+            "epoch": self._progress.position.epoch,
             "stalled_s": round(self._snapshot_scheduler.meter.total_stall_s, 3),
         }
 
@@ -766,13 +767,13 @@ class Run:
             self._replay = None
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
-            if self._snapshot_scheduler.has_committed(self.position):
+            if self._snapshot_scheduler.has_committed(self._progress.position):
                 break
             time.sleep(RETRY_S)
         else:
             if len(self._context.local_leader_by_node) == 1:  # other nodes hold the final state too
                 raise MachineError(
-                    f"the end state (step {self.position.step}) could not be saved in "
+                    f"the end state (step {self._progress.position.step}) could not be saved in "
                     f"{self._context.node_dir}: see the log lines above, free space, and start the job again."
                 )
 
@@ -781,8 +782,7 @@ class Run:
             return
         self._closed = True
         if is_over:
-            self._earlier_run_notice.log_once("the script has taken no step")
-            self._earlier_run_notice.record_start()
+            self._earlier_run_notice.log_and_record("the script has taken no step")
             if self._unfinished_loop and self.rank == 0 and not worker_exit.is_error_raised():
                 announce.warn_of_unfinished_loop(self._unfinished_loop)
         else:
@@ -791,8 +791,7 @@ class Run:
         self._own_time.close()
         self._heartbeat.close()
         self._bucket_order.close()
-        if self._untracked_check is not None:
-            self._untracked_check.close()
+        self._first_steps.close()
         self._drain_request.restore_handler()
         self._snapshot_scheduler.close()
         self._committer_connection.close()

@@ -27,7 +27,8 @@ from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.state_dict import ParameterOrder
+from elastic_resume.state.built_settings import BuiltSettings
+from elastic_resume.state.parameters import FrozenParameters, ParameterOrder
 from elastic_resume.training import worker_exit
 from elastic_resume.training.heartbeat import RankHeartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
@@ -42,7 +43,14 @@ class RunArguments:
     data: Any
     options: RunOptions
     settings: Settings
+    frozen: FrozenParameters
+    built_settings: BuiltSettings
     start_s: float  # the process's age when it called er.resume
+
+    @property
+    def records(self) -> dict[str, Any]:
+        """What is tracked of the script's objects beside their state."""
+        return {"elastic_resume.frozen": self.frozen, "elastic_resume.built": self.built_settings}
 
     @property
     def node_dir(self) -> Path:
@@ -114,7 +122,7 @@ def restore_parts(
             "elastic_resume.buckets": bucket_order,
             "elastic_resume.seed": random_numbers,
             coordinator.PARAMETERS: ParameterOrder(objects),
-        }
+        } | arguments.records
         connection = CommitterConnection.open(context)
         cleanup.callback(connection.close)
         result = coordinator.restore(

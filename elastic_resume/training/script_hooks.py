@@ -8,7 +8,9 @@ from collections.abc import Callable
 class ScriptHooks:
     """Hooks of one process, in the order of registration."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: Callable[[], None]) -> None:
+        """``after`` is called when the hooks have run."""
+        self._after = after
         self._permanent: list[Callable[[], None]] = []  # each adds its hook again in a later generation
         self._waiting: list[Callable[[], object]] | None = None  # None after the hooks have run
 
@@ -39,6 +41,9 @@ class ScriptHooks:
 
     def run(self) -> None:
         """Run the hooks once, before the generation's first epoch, step or save."""
-        hooks, self._waiting = self._waiting or [], None
+        if self._waiting is None:
+            return
+        hooks, self._waiting = self._waiting, None
         for hook in hooks:
             hook()
+        self._after()

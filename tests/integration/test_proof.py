@@ -72,6 +72,14 @@ def ends_without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str
 Ends = Callable[..., list[str]]
 
 
+def test_what_a_script_changes_while_it_trains_is_restored(tmp_path: Path, ends_without: Ends) -> None:
+    """Frozen parameters, a group of the optimizer, and a buffer that the first batch makes."""
+    job = run_job(tmp_path / "job", "unfreezing", "1:17:1")
+    assert (job.verdicts, job.exit_codes) == (["proved"], [0, 0])
+    assert job.ends == ends_without("unfreezing")
+    assert "WARNING" not in job.output
+
+
 @pytest.mark.parametrize("kind", ["right", "restartable"])
 def test_first_resume_of_a_right_script_is_proved_and_later_ones_are_not_repeated(
     tmp_path: Path, kind: str, ends_without: Ends

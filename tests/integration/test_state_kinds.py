@@ -22,7 +22,7 @@ from elastic_resume.errors import MismatchError, UntrackableError
 from elastic_resume.slots import slot_memory
 from elastic_resume.state import load_objects, state_dict
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.state_dict import UntrackedOptimizerCheck
+from elastic_resume.training.untracked import UntrackedOptimizerCheck
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
 from tests.support.state_image import copy_to_image

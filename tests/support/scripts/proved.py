@@ -27,11 +27,33 @@ EPOCHS, PAUSE = int(os.environ.get("EPOCHS", "2")), float(os.environ.get("PAUSE"
 BATCH, SAMPLES = 8, 80
 
 
+class Centred(nn.Module):
+    """Subtracts the mean of the first batch, whose shape it does not know before."""
+
+    mean: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Subtract it."""
+        if self.mean is None:
+            self.mean = inputs.mean(0)
+        return inputs - self.mean
+
+
 def main() -> None:
     """Train."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    trained: nn.Module = model
+    if KIND == "unfreezing":  # the body is trained from the second epoch on
+        model.insert(0, Centred())
+        trained = model[-1]
+        model[1].requires_grad_(False)
+        model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     inputs, targets = torch.randn(SAMPLES, 8), torch.randint(2, (SAMPLES,))
     batches = er.GlobalBatches(SAMPLES, BATCH, shuffle=True)
@@ -39,7 +61,11 @@ def main() -> None:
 
     def train() -> None:
         ddp, counter = run.ddp(model), 0
-        for _ in run.epochs(EPOCHS):
+        for epoch in run.epochs(EPOCHS):
+            if KIND == "unfreezing" and epoch == 1 and len(optimizer.param_groups) == 1:
+                model.requires_grad_(True)
+                optimizer.add_param_group({"params": model[:-1].parameters(), "lr": 0.01})
+                ddp = run.ddp(model)
             for index, batch in enumerate(batches):
                 if KIND == "index":
                     optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)

@@ -22,7 +22,7 @@ from elastic_resume.errors import UntrackableError
 from elastic_resume.slots import slot_memory
 from elastic_resume.state import state_dict
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.state_dict import ParameterOrder
+from elastic_resume.state.parameters import ParameterOrder
 from tests.support.state_image import Box
 
 pytestmark = pytest.mark.slow

@@ -168,3 +168,124 @@ def test_objects_that_do_not_fit_are_named(
         load(saved, tracked)
     assert all(text in str(raised.value) for text in texts)
     assert ("more" in str(raised.value)) == ("more" in texts[-1])
+
+
+# ---- buffers whose shape the first batch decides -------------------------------------------------------
+
+
+class LateBuffer(nn.Module):
+    """A module whose buffer is ``first``, and may load it by code of its own."""
+
+    def __init__(self, first: Tensor | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("late", first)
+
+
+class LoadsItself(LateBuffer):
+    """It takes the shape of the state."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        if prefix + "late" in state:
+            self.late = torch.zeros_like(state[prefix + "late"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        (LateBuffer, None),
+        (LateBuffer, torch.zeros(0)),
+        (LoadsItself, None),
+        (LoadsItself, torch.zeros(0)),
+        (LoadsItself, torch.zeros(3)),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential, nn.DataParallel])
+def test_buffer_takes_the_shape_of_the_checkpoint(kind: type[LateBuffer], first: Any, wrap: Any) -> None:
+    """A placeholder holds nothing, and a module that loads its buffers itself knows which shapes fit."""
+    saved, target = nn.Sequential(wrap(kind(torch.full((2,), 7.0)))), nn.Sequential(wrap(kind(first)))
+    load({"model": saved}, {"model": target})
+    assert target.state_dict()[next(k for k in target.state_dict() if k.endswith("late"))].tolist() == [7, 7]
+    assert state_dict.flatten({"model": target}).structure == state_dict.flatten({"model": saved}).structure
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "told"),
+    [
+        (LateBuffer(torch.ones(2)), LateBuffer(torch.ones(3)), r"model/late: float32\[3\] in the model"),
+        (LateBuffer(None), LateBuffer(torch.ones(3)), "model/late: .* absent in the checkpoint"),
+        (nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(3, affine=False), "model/running_mean"),
+    ],
+)
+def test_buffer_of_another_shape_is_refused(saved: nn.Module, target: nn.Module, told: str) -> None:
+    """A model that has changed is no model that waits for its first batch."""
+    with pytest.raises(MismatchError, match=told):
+        load({"model": saved}, {"model": target})
+
+
+def test_module_that_refuses_its_state_is_named() -> None:
+    """Its own code decides, so its error says why."""
+    target = LoadsItself(None)
+    target.register_buffer("other", torch.zeros(1))
+    saved = LoadsItself(torch.ones(2))
+    saved.register_buffer("other", torch.zeros(3))
+    with pytest.raises(MismatchError, match=r"(?s)LoadsItself refuses the checkpoint's state.*size mismatch"):
+        load({"model": saved}, {"model": target})
+
+
+# ---- optimizers that share their groups ----------------------------------------------------------------
+
+
+class Sam(torch.optim.Optimizer):
+    """Shares groups with its base, as SAM and Lookahead do; ``relinks`` as SAM's load_state_dict()."""
+
+    def __init__(self, parameters: Any, relinks: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1, "momentum": 0.9})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+        self.state = self.base.state
+        self.relinks = relinks
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load, and share again."""
+        super().load_state_dict(state)
+        if self.relinks:
+            self.base.param_groups = self.param_groups
+
+
+@pytest.mark.parametrize("relinks", [False, True])
+@pytest.mark.parametrize("names", [("sam", "base"), ("base", "sam"), ("sam",)])
+def test_optimizers_share_their_groups_after_a_load(names: tuple[str, ...], relinks: bool) -> None:
+    """A scheduler of either sets the learning rate of both."""
+
+    def build(lr: float) -> tuple[Sam, dict[str, Any]]:
+        model = nn.Linear(1, 1)
+        sam = Sam(model.parameters(), relinks)
+        model(torch.ones(1)).backward()
+        sam.base.step()
+        sam.param_groups[0]["lr"] = lr
+        tracked = {"sam": sam, "base": sam.base}
+        return sam, {"model": model, **{name: tracked[name] for name in names}}
+
+    (_, saved), (sam, tracked) = build(0.5), build(0.2)
+    groups, group = sam.param_groups, sam.param_groups[0]
+    load(saved, tracked)
+    assert sam.param_groups is sam.base.param_groups is groups
+    assert sam.param_groups[0] is group
+    assert group["lr"] == 0.5
+    assert sam.state is sam.base.state
+    assert group["params"][0] in sam.state
+    assert torch.equal(
+        sam.state[group["params"][0]]["momentum_buffer"],
+        saved[names[0]].state[saved[names[0]].param_groups[0]["params"][0]]["momentum_buffer"],
+    )
+
+
+def test_groups_of_other_optimizers_are_left_to_torch() -> None:
+    """Nothing is shared, so each load makes new groups."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    tracked, groups = {"model": model, "optimizer": optimizer}, optimizer.param_groups
+    load(tracked, tracked)
+    assert optimizer.param_groups is not groups
