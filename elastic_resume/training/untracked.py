@@ -161,7 +161,7 @@ def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
         if isinstance(item, (ElasticSampler, GlobalBatches)):
             if not has_data:
                 found.append(
-                    f"a {type(item).__name__} was made, and er.resume() got no data=, so an interrupted "
+                    f"{type(item).__name__}: one was made, and er.resume() got no data=, so an interrupted "
                     "epoch would start over: pass its DataLoader as data=."
                 )
         elif id(item) in inner:

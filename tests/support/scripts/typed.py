@@ -77,6 +77,19 @@ def shard(run: er.Run, model: nn.Module) -> nn.Module:
     return run.replicate(model)
 
 
+def train_by_epochs(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Tensor]) -> er.Run:
+    """Train in loops that count their steps themselves."""
+    for step in er.steps(3, model=model, optimizer=optimizer, track={"own": er.per_rank(Best())}):
+        print(step)
+    epochs = er.epochs(2, loader, accumulate=2, model=model, optimizer=optimizer)
+    for epoch in epochs:
+        for index, batch in epochs.run.enumerate(loader):
+            print(epoch, index, batch.shape)
+        epochs.run.stop()
+        break
+    return epochs.run
+
+
 def make_group(run: er.Run) -> object:
     """Make a group of rank 0 alone, in a restartable function."""
     return run.new_group([0])

@@ -196,8 +196,10 @@ def test_own_data_order_says_how_it_accumulates(begin: Begin) -> None:
 def test_several_optimizers_on_one_batch_are_one_step(begin: Begin) -> None:
     """As of a GAN; one of them may leave batches out."""
     job = begin()
-    other = torch.optim.Adam(nn.Linear(1, 1).parameters())
-    for _ in job.epochs(optimizer={"d": job.optimizer, "g": other}):
+    generator = nn.Linear(1, 1)
+    other = torch.optim.Adam(generator.parameters())
+    optimizers = {"d": job.optimizer, "g": other}
+    for _ in job.epochs(optimizer=optimizers, track={"generator": generator}):
         for index, batch in enumerate(job.loader):
             job.train(batch)
             if index % 2:

@@ -179,8 +179,8 @@ CASES: dict[str, tuple[Callable[[Objects], Objects], str]] = {
     "tracked average": (lambda o: {"ema": AveragedModel(o["model"])}, NO_WARNING),
     "average of another model": (lambda _: {"x": AveragedModel(nn.Linear(5, 5))}, NO_WARNING),
     "copy of the model": (lambda o: {"x": copy.deepcopy(o["model"])}, NO_WARNING),
-    "sampler": (lambda _: {"x": er.ElasticSampler([1, 2])}, "a ElasticSampler was made, and er.resume"),
-    "batches": (lambda _: {"x": er.GlobalBatches(4, 2)}, "a GlobalBatches was made, and er.resume"),
+    "sampler": (lambda _: {"x": er.ElasticSampler([1, 2])}, "ElasticSampler: one was made, and er.resume"),
+    "batches": (lambda _: {"x": er.GlobalBatches(4, 2)}, "GlobalBatches: one was made, and er.resume"),
     "sampler beside data": (lambda _: {"x": er.ElasticSampler([1, 2]), "data": Box(1)}, NO_WARNING),
 }
 
