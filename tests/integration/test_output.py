@@ -35,7 +35,10 @@ class Output:
 
 
 def test_start_and_recovery_print_few_lines(tmp_path: Path) -> None:
-    """Rank 0's node prints at most three at a start and two at a restart, another node one."""
+    """Rank 0's node prints at most three at a start and two at a restart, another node one.
+
+    The first resume within an epoch says in one more line what `enumerate` does there.
+    """
     env = {constants.ENV_TOKEN: "a secret of 16 bytes", "OMP_NUM_THREADS": "1"}
     flags = ["--snapshot-every", "1", "--save-every", "5"]
     fast = tmp_path / "fast"
@@ -52,9 +55,11 @@ def test_start_and_recovery_print_few_lines(tmp_path: Path) -> None:
 
         cluster.kill_worker(1)
         cluster.wait(step=8, generation=2)
-        (died, resumed), other = output.new_lines()
+        (died, resumed, hint), other = output.new_lines()
         assert re.fullmatch(r"rank [23] on node n1 was killed by SIGKILL; restarting\.", died)
         assert resumed.startswith("generation 2: resumed at step ")
+        assert hint.startswith("epoch 0 goes on after its step ")
+        assert hint.endswith("This is logged once.")
         assert other == [died.replace(" on node n1", "")]
 
         cluster.kill_node(1)
