@@ -14,7 +14,7 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from elastic_resume.policy.proof import NOT_PROVED, PROVED, REHEARSE, RESUMED, R
 from elastic_resume.report import formatting
 from elastic_resume.slots.progress_page import ProgressRecord
 from elastic_resume.testing.cluster import Cluster
-from elastic_resume.units import parse_duration
+from elastic_resume.testing.script_files import ScriptFiles
+from elastic_resume.units import format_bytes, parse_duration
 
 PROG = "elastic-resume rehearse"
 DEFAULT_SNAPSHOT_STEPS = 5
@@ -102,8 +103,8 @@ def main(words: Sequence[str]) -> int:
         if directory is None:
             temporary = tempfile.TemporaryDirectory(prefix="elastic-resume-rehearse-")
             directory = Path(cleanup.enter_context(temporary))
-        results, output = run(rehearsal, directory)
-    formatting.write_stdout(format_results(results, time.monotonic() - started_at, output))
+        results, output, emptied = run(rehearsal, directory)
+    formatting.write_stdout(format_results(results, time.monotonic() - started_at, output, emptied))
     passed = all(result.has_passed for result in results)
     return constants.EXIT_SUCCESS if passed else constants.EXIT_JOB_ERROR
 
@@ -184,8 +185,12 @@ def _select_flags(parser: Parser, words: Sequence[str]) -> Iterator[str]:
 # ---- the run -------------------------------------------------------------------------------------------
 
 
-def run(rehearsal: Rehearsal, directory: Path) -> tuple[list[CheckResult], str]:
-    """Run the checks; return their results, and the end of the nodes' output if a check was not made."""
+def run(rehearsal: Rehearsal, directory: Path) -> tuple[list[CheckResult], str, dict[Path, int]]:
+    """Run the checks.
+
+    Return their results, the end of the nodes' output if a check was not made, and the files that the
+    resumed script has emptied, with their former size in bytes.
+    """
     every = rehearsal.snapshot_every
     flags = [*rehearsal.flags, "--prove", REHEARSE, "--snapshot-every", every]
     with Cluster(
@@ -197,7 +202,7 @@ def run(rehearsal: Rehearsal, directory: Path) -> tuple[list[CheckResult], str]:
         runner = _Runner(cluster, time.monotonic() + rehearsal.limit_s)
         results = [runner.run(check) for check in list_checks(int(every), rehearsal.workers_per_node)]
         is_missing = any(not result.verdict for result in results)
-        return results, cluster.output_tails() if is_missing else ""
+        return results, cluster.output_tails() if is_missing else "", runner.files.emptied
 
 
 def list_checks(every: int, workers_per_node: int) -> list[Check]:
@@ -237,6 +242,7 @@ class _Runner:
     def __init__(self, cluster: Cluster, deadline: float) -> None:
         self._cluster, self._deadline = cluster, deadline
         self._ended = ""  # why no further check can be made
+        self.files = ScriptFiles(cluster.directory)
 
     def run(self, check: Check) -> CheckResult:
         """Interrupt when it is due, again if that gave no verdict or a weak one, and return the verdict.
@@ -272,6 +278,7 @@ class _Runner:
     def _wait(self, condition: Callable[[], Any], before: str) -> Any:
         """Return the first true value of ``condition``; None if the job or the time has ended."""
         while not self._ended:
+            self.files.look(record.worker.pid for _, record in self._cluster.rank_progress())
             if found := condition():
                 return found
             if not any(node.alive for node in self._cluster.nodes):
@@ -330,7 +337,9 @@ def _first(events: Iterable[Event], kind: str, condition: Callable[[Event], bool
 # ---- the result ----------------------------------------------------------------------------------------
 
 
-def format_results(results: Sequence[CheckResult], seconds: float, output: str) -> str:
+def format_results(
+    results: Sequence[CheckResult], seconds: float, output: str, emptied: Mapping[Path, int] | None = None
+) -> str:
     """Return the table of the checks, and what the failed ones have found."""
     rows = [
         (result.name, result.verdict or "not made", "-" if result.steps is None else str(result.steps))
@@ -339,6 +348,11 @@ def format_results(results: Sequence[CheckResult], seconds: float, output: str) 
     lines = ["", *formatting.format_table(("resumed", "verdict", "steps again"), rows), ""]
     for result in results:
         lines += formatting.wrap_text(f"{result.name}: {result.text.rstrip('.')}.")
+    for path, size in (emptied or {}).items():
+        lines += formatting.wrap_text(
+            f"The resumed script emptied {path}, which had {format_bytes(size)}. If it is a log, open it "
+            'with "a" in place of "w".'
+        )
     passed = sum(result.has_passed for result in results)
     lines += ["", f"{passed} of {len(results)} checks passed, in {seconds:.0f} s"]
     if output:

@@ -57,7 +57,8 @@ def test_rehearsal_finds_what_a_script_does_not_restore(
     kind: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Within an epoch, after one, and with half of the ranks."""
-    for name, value in {"KIND": kind, "EPOCHS": "8", "PAUSE": "0.03"}.items():
+    log = tmp_path / "train.log"
+    for name, value in {"KIND": kind, "EPOCHS": "8", "PAUSE": "0.03", "LOG": str(log)}.items():
         monkeypatch.setenv(name, value)
     command = [
         "rehearse",
@@ -69,6 +70,7 @@ def test_rehearsal_finds_what_a_script_does_not_restore(
     ]
     assert cli.main([*command, str(tmp_path)]) == code
     text = capsys.readouterr().out
+    assert f"The resumed script emptied {log}, which had" in " ".join(text.split())
     if kind == "right":
         assert "3 of 3 checks passed" in text
         assert "with 1 of 2 ranks          resumed" in text

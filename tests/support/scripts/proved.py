@@ -1,7 +1,8 @@
 """A training script that is right, or wrong in the way of KIND, and kills workers as planned in KILLS.
 
 KILLS is ``GENERATION:STEP:RANK,…``: that rank kills itself when it has finished that step. PAUSE is the
-seconds that a step sleeps, EPOCHS the number of epochs of ten steps.
+seconds that a step sleeps, EPOCHS the number of epochs of ten steps. Rank 0 writes to LOG, which it empties
+first.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def main() -> None:
     batches = er.GlobalBatches(SAMPLES, BATCH, shuffle=True)
     run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
 
+    log = open(os.environ["LOG"], "w") if "LOG" in os.environ and not run.rank else None  # noqa: SIM115
+
     def train() -> None:
         ddp, counter = run.ddp(model), 0
         for epoch in run.epochs(EPOCHS):
@@ -67,6 +70,8 @@ def main() -> None:
                 optimizer.add_param_group({"params": model[:-1].parameters(), "lr": 0.01})
                 ddp = run.ddp(model)
             for index, batch in enumerate(batches):
+                if log is not None:
+                    print(epoch, index, file=log, flush=True)
                 if KIND == "index":
                     optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
                 if KIND == "raise" and run.plan.target is not None:
