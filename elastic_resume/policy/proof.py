@@ -261,8 +261,9 @@ def _find_cause(verdict: Verdict) -> str:
         return "Usual cause: scheduler.step() comes after run.step(): put it before."
     if any(name.startswith(HYPERPARAMETERS) for name in names):
         return (
-            "Usual cause: a learning rate or another hyperparameter that the script computes from a number "
-            "of its own, such as the loop's index: compute it from run.position.step or run.position.epoch."
+            "Usual cause: a scheduler that er.resume() or er.epochs() was not given: pass it as scheduler=; "
+            "or a learning rate or another hyperparameter that the script computes from a number of its own, "
+            "such as the loop's index: compute it from run.position.step or run.position.epoch."
         )
     return (
         "Usual causes: something that the script keeps and no tracked object holds, such as an average, a "

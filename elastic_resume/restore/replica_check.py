@@ -215,7 +215,8 @@ def _describe_difference(
 ) -> DivergenceError:
     cause = (
         "Look for something that one rank alone does: weights changed outside optimizer.step(), parameters "
-        "outside of the module in DDP, a backward pass that bypasses the DDP module or stays in no_sync(), "
+        "outside of the module in DDP, whose gradients nothing averages, a backward pass that bypasses the "
+        "DDP module or stays in no_sync(), "
         "a scheduler that follows a rank's own loss."
     )
     if shard_index(difference.name) is not None:

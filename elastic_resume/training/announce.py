@@ -115,7 +115,7 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
 
 
 def log_enumerate_hint(context: RankContext, position: Position) -> None:
-    """Log at the first resume within an epoch that an index over the loader starts at 0 again there."""
+    """Log once for a job, after a resume within an epoch, that an index over the loader began at 0 there."""
     marker = context.node_dir / constants.ENUMERATE_HINT_FILE
     if not position.step_in_epoch or context.collectives.rank or marker.exists():
         return
@@ -123,15 +123,17 @@ def log_enumerate_hint(context: RankContext, position: Position) -> None:
         marker.touch()
     logger.info(
         f"epoch {position.epoch} goes on after its step {position.step_in_epoch}: enumerate(loader) starts "
-        "at 0 again there. If the loop uses the index, write run.enumerate(loader). This is logged once."
+        "at 0 again there. If the loop uses the index, write run.enumerate(loader), in a loop over epochs = "
+        "er.epochs(...) epochs.enumerate(loader). This is logged once."
     )
 
 
 def warn_of_unfinished_loop(place: str) -> None:
     """Warn that the script has left its loop, ``place``, and the process ends."""
     logger.warning(
-        f"WARNING: the loop was left {place}, and the same command will go on there. If the training is "
-        "over, write run.stop() before the break."
+        f"WARNING: the loop was left {place}, and the same command will go on at the newest checkpoint. If "
+        "the training is over, write run.stop() before the break, in a loop over epochs = er.epochs(...) "
+        "epochs.run.stop()."
     )
 
 

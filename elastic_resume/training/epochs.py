@@ -6,10 +6,19 @@ DistributedSampler over, so that an interrupted epoch continues at its next samp
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    dataloader,
+)
 
 from elastic_resume.data.batch_size import check_integer, read_rank_and_world_size
 from elastic_resume.data.elastic_sampler import ElasticSampler, find_batches, has_our_batches
@@ -18,6 +27,8 @@ from elastic_resume.training import worker_exit
 from elastic_resume.training.resume import resume
 from elastic_resume.training.run import Run
 from elastic_resume.training.step_counter import StepCounter
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -31,6 +42,7 @@ class Epochs:
         self._numbers: Iterator[int] | None = None
 
     def __iter__(self) -> Iterator[int]:
+        _note_counted_steps(self.run)
         for epoch in self.run.epochs(self._count):
             self._counter.begin_epoch()
             yield epoch
@@ -53,16 +65,20 @@ class Steps:
         self.run = run
         self._count, self._counter = count, counter
         self._numbers: Iterator[int] | None = None
+        self._has_warned = False
 
     def __iter__(self) -> Iterator[int]:
         def begin() -> int:
             self._counter.begin_step()
             return self.run.position.step
 
+        _note_counted_steps(self.run)
         iterate = self.run._iterate  # noqa: SLF001  not for scripts
-        return iterate(
-            "step", self._count, lambda: self.run.position.step, begin, self._counter.end_open_step
-        )
+        yield from iterate("step", self._count, lambda: self.run.position.step, begin, self._end_step)
+
+    def _end_step(self) -> None:
+        self._counter.end_open_step()
+        self._has_warned = self._has_warned or _warn_of_loader(self.run.rank)
 
     def __next__(self) -> int:
         if self._numbers is None:
@@ -109,10 +125,17 @@ def epochs(count: int, data: Any = None, *, accumulate: int = 1, **arguments: An
             "...) with the loader that the loop reads. A loop that draws its batches itself takes er.steps()."
         )
     explain: Callable[[int], str] = "write er.epochs(..., accumulate={}).".format
-    if not _take_over_sampler(data, accumulate) and has_our_batches(data):
+    length = _take_over_sampler(data, accumulate)
+    if length is None and has_our_batches(data):
         explain = _explain_own_order(data, accumulate)
     run = resume(data=data, **arguments)
-    counter = run._count_optimizer_steps(accumulate, explain)  # noqa: SLF001  not for scripts
+    if length is not None and length != len(data) and run.rank == 0 and run.plan.kind == "cold":
+        logger.warning(
+            f"WARNING: len(loader) was {length} before er.epochs(), and is {len(data)}: an epoch has whole "
+            "steps only. A schedule that was built from the former number does not end with the training: "
+            "count its steps from the latter."
+        )
+    counter = _count_steps(run, accumulate, explain)
     _watch_loader(data, counter)
     return Epochs(count, run, counter)
 
@@ -145,20 +168,64 @@ def steps(count: int, **arguments: Any) -> Steps:
             "er.steps() got data=: for a loop that reads a loader use er.epochs(count, loader)."
         )
     run = resume(**arguments)
-    return Steps(count, run, run._count_optimizer_steps(1, str))  # noqa: SLF001  not for scripts
+    return Steps(count, run, _count_steps(run, 1, _explain_nothing))
 
 
-def _take_over_sampler(loader: Any, accumulate: int) -> bool:
+def _count_steps(run: Run, accumulate: int, explain: Callable[[int], str]) -> StepCounter:
+    """Count the steps of ``run`` by its optimizers.
+
+    ``accumulate`` is for a data order that does not know it.
+    """
+    run._step_counter = StepCounter(  # noqa: SLF001  not for scripts, as below
+        run._tracked,  # noqa: SLF001
+        finish=run._finish_steps,  # noqa: SLF001
+        count_batches=lambda: run._progress.count_step_batches(accumulate),  # noqa: SLF001
+        get_marks=lambda: run._random_numbers.marks,  # noqa: SLF001
+        explain=explain,
+    )
+    return run._step_counter  # noqa: SLF001
+
+
+def _note_counted_steps(run: Run) -> None:
+    """Let this generation's checks know who counts the steps."""
+    run._progress.is_counted_by_requests = True  # noqa: SLF001
+    run._first_steps.note_counted_steps()  # noqa: SLF001
+
+
+def _warn_of_loader(rank: int) -> bool:
+    """Warn on rank 0 of a DataLoader that is being read in a loop over steps; return True."""
+    kinds = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)  # noqa: SLF001
+    if rank == 0 and any(type(item) in kinds for item in gc.get_objects()):
+        logger.warning(
+            "WARNING: a loop over er.steps() reads a DataLoader, whose position no checkpoint holds: after a "
+            "restart it begins anew. If the loop trains on it, write er.epochs(count, loader, ...)."
+        )
+    return True
+
+
+def _explain_nothing(batches_per_step: int) -> str:
+    return f"use er.resume() and run.step() after every {batches_per_step} batches."
+
+
+def _take_over_sampler(loader: Any, accumulate: int) -> int | None:
     """Replace a plain DistributedSampler of ``loader`` by an `ElasticSampler` with the same arguments.
 
-    Leave other loaders, and return False: `er.resume` refuses those whose position it cannot restore.
+    Return the former length of the loader. Leave other loaders, and return None: `er.resume` refuses those
+    whose position it cannot restore.
     """
     if not isinstance(loader, DataLoader):
-        return False
+        return None
     holder: Any = loader if loader.batch_sampler is None else loader.batch_sampler
     old = holder.sampler
+    if type(old) in {RandomSampler, SequentialSampler} and type(loader.batch_sampler) is BatchSampler:
+        raise ConfigError(
+            "er.epochs(): the loader has no DistributedSampler, so each rank would read the whole dataset "
+            "in an order of its own. Write sampler = DistributedSampler(dataset), or without a process group "
+            "er.ElasticSampler(dataset); DataLoader(dataset, batch_size=..., sampler=sampler); and "
+            "sampler.set_epoch(epoch) in the loop."
+        )
     if type(old) is not DistributedSampler or (holder is not loader and type(holder) is not BatchSampler):
-        return False
+        return None
     rank, world_size = read_rank_and_world_size()
     if (old.rank, old.num_replicas) != (rank, world_size):
         raise ConfigError(
@@ -176,11 +243,12 @@ def _take_over_sampler(loader: Any, accumulate: int) -> bool:
         batch_size=(batch_size or 1) if accumulate > 1 else None,
         accumulate=accumulate,
     )
+    before = len(loader)
     object.__setattr__(holder, "sampler", new)  # a DataLoader refuses a plain assignment
     if loader.sampler is old:
         object.__setattr__(loader, "sampler", new)
     vars(old)["set_epoch"] = new.set_epoch  # the script calls it
-    return True
+    return before
 
 
 def _explain_own_order(data: Any, accumulate: int) -> Callable[[int], str]:
@@ -189,7 +257,7 @@ def _explain_own_order(data: Any, accumulate: int) -> Callable[[int], str]:
     Raise ConfigError if ``accumulate`` is given, and that order has another number.
     """
     batches = find_batches(data)
-    explain = str if batches is None else batches.explain_accumulation
+    explain = _explain_nothing if batches is None else batches.explain_accumulation
     sampler = getattr(getattr(data, "batch_sampler", None) or data, "sampler", None)
     if accumulate not in {1, getattr(sampler, "accumulate", 1)}:
         raise ConfigError(

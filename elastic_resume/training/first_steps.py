@@ -7,7 +7,7 @@ the resumed loop repeats the change, or leaves it out. Only rank 0 checks, and o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,10 +36,17 @@ class FirstSteps:
     """What rank 0 checks in the first steps of a generation."""
 
     def __init__(
-        self, tracked: Mapping[str, Any], batches: GlobalBatches | None, result: ResumeResult, rank: int
+        self,
+        tracked: Mapping[str, Any],
+        batches: GlobalBatches | None,
+        result: ResumeResult,
+        rank: int,
+        log_enumerate_hint: Callable[[], None],
     ) -> None:
         """Begin to check, on rank 0. A restart by the agent repeats no warning but those about optimizers."""
         self._tracked, self._batches = tracked, batches
+        self._log_enumerate_hint = log_enumerate_hint
+        self._has_index = False  # of `run.enumerate`, which is right in a resumed epoch
         is_start = result.plan.kind == "cold" or result.earlier_command is not None
         self._is_new_start = rank == 0 and is_start
         self._untracked_optimizers = UntrackedOptimizerCheck(tracked) if rank == 0 else None
@@ -51,6 +58,16 @@ class FirstSteps:
         if self._order is not None:
             self._order.is_position_read = True
 
+    def note_counted_steps(self) -> None:
+        """Note that a step ends when the loop asks for its next batch: what follows belongs to the next."""
+        if self._order is not None:
+            self._order.is_counted_by_requests = True
+
+    def note_enumerate(self) -> None:
+        """Note that the script takes the index of its loop from `run.enumerate`."""
+        self._has_index = True
+        self.note_position_read()
+
     def begin_epoch(self) -> None:
         """Let the script change what it likes between two epochs."""
         if self._order is not None:
@@ -59,6 +76,8 @@ class FirstSteps:
     def end_step(self) -> None:
         """Check what `run.step` shows."""
         self._steps += 1
+        if self._steps == 1 and not self._has_index:
+            self._log_enumerate_hint()
         if self._order is not None:
             self._order.end_step()
             if self._steps >= CHECKED_STEPS:
@@ -103,6 +122,7 @@ class CallOrder:
         )
         self.marks: Marks | None = None
         self.is_position_read = False
+        self.is_counted_by_requests = False  # then a scheduler may step at the top of the loop's body
         self._has_position = False  # read before the first step, from which the script may count on
         self._has_stepped = False
         self._gradients: list[tuple[Tensor, Tensor, int]] = []  # parameter, gradient, its version
@@ -163,6 +183,8 @@ class CallOrder:
         self._gradients.clear()
 
     def _compare(self, before: Marks, now: Marks) -> None:
+        if self.is_counted_by_requests and self._schedulers:
+            return
         changed = [key for key in now if key in before and before[key] != now[key]]
         schedules = [key for key in changed if key.split("/")[0] in self._schedulers]
         shown = [key for key in changed if not key.endswith("/_step_count")][:4]

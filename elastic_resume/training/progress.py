@@ -70,6 +70,7 @@ class TrainingProgress:
         self._trained_batches = 0
         self._was_share_read = False  # see `_check_whole_epoch`
         self._rank, self._world_size = collectives.rank, collectives.size
+        self.is_counted_by_requests = False  # of `er.epochs`, which knows what its loop has read
         self._reads_ahead = False  # the loop takes the weights from `upcoming_batches`
 
     @property
@@ -122,6 +123,14 @@ class TrainingProgress:
             )
         self._reads_ahead = True
         return self._batches.micro_batches_from(self.position.step_in_epoch)
+
+    @property
+    def epoch_start_step(self) -> int:
+        """The step whose random numbers a script draws at the top of the current epoch.
+
+        With ``data=`` the epoch's first batch in this process draws those of the present step.
+        """
+        return self.position.step - (self.position.step_in_epoch if self._batches is not None else 0)
 
     @property
     def has_no_batch_left(self) -> bool:
@@ -300,6 +309,8 @@ class TrainingProgress:
         """
         if batches.exhausted and not self.position.step:
             raise UsageError(NO_STEP)
+        if at >= batches.steps or self.is_counted_by_requests:
+            return
         is_half = batches.exhausted and 0 < 2 * at <= batches.steps + 1
         is_explained = batches.steps - at <= (batches.loader_prefetch or 0)
         is_share = at in {batches.steps // self._world_size, -(-batches.steps // self._world_size)}

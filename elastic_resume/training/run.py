@@ -143,7 +143,10 @@ class Run:
             read_step=lambda: self._recorded_step,
             is_proving=lambda: self._replay is not None,
         )
-        self._first_steps = FirstSteps(self._tracked, self._arguments.batches, parts.result, self.rank)
+        log_hint = functools.partial(announce.log_enumerate_hint, context, self._progress.position)
+        self._first_steps = FirstSteps(
+            self._tracked, self._arguments.batches, parts.result, self.rank, log_hint
+        )
         self._start_generation(parts.result)
 
     # ---- position and size ---------------------------------------------------------------------------
@@ -249,7 +252,6 @@ class Run:
         epoch: a save that is due at its last step is made when the script asks for the next epoch. After the
         last epoch the final state is committed on every node.
         """
-        announce.log_enumerate_hint(self._context, self._progress.position)
         return self._iterate(
             "epoch", count, lambda: self._progress.position.epoch, self.begin_epoch, self.end_epoch
         )
@@ -284,7 +286,7 @@ class Run:
 
         In a resumed epoch the index goes on where the epoch was interrupted, while ``enumerate`` starts at 0.
         """
-        self._first_steps.note_position_read()
+        self._first_steps.note_enumerate()
         return self._progress.enumerate_batches(loader)
 
     @uninterrupted
@@ -303,7 +305,8 @@ class Run:
         if self._step_counter is not None and self._step_counter.is_broken:
             raise UsageError("run.stop() was called while an exception was being handled, within a step.")
         self._random_numbers.marks[IS_STOPPED] = True  # before the snapshot of an open step
-        self._end_open_step()
+        if self._step_counter is not None:
+            self._step_counter.end_step(must_decide=True)
         self._progress.stop()
         exchange(self._rank_values, self._context.collectives)
         self._rank0_buffers.receive()
@@ -327,7 +330,7 @@ class Run:
 
         """
         self._script_hooks.run()
-        self._random_numbers.start_at(self._progress.position.step)
+        self._random_numbers.start_at(self._progress.epoch_start_step)
         self._first_steps.begin_epoch()
         return self._progress.start_epoch(from_start=from_start)
 
@@ -377,22 +380,6 @@ class Run:
         self._script_hooks.run()
         self._count_step(count - 1)
         failpoints.hit("between-steps", self._progress.position.step)
-
-    def _count_optimizer_steps(self, accumulate: int, explain: Callable[[int], str]) -> StepCounter:
-        """Count the steps of optimizers. ``accumulate`` is for a data order that does not know it."""
-        self._step_counter = StepCounter(
-            self._tracked,
-            finish=self._finish_steps,
-            count_batches=lambda: self._progress.count_step_batches(accumulate),
-            get_marks=lambda: self._random_numbers.marks,
-            explain=explain,
-        )
-        return self._step_counter
-
-    def _end_open_step(self) -> None:
-        """Count a step that has ended and is not counted yet."""
-        if self._step_counter is not None:
-            self._step_counter.end_step(must_decide=True)
 
     @uninterrupted
     def _count_step(self, skipped: int) -> None:
@@ -523,12 +510,17 @@ class Run:
         Call it at a step boundary, on every rank if the model is sharded; after an epoch's last batch when
         its other work is done, for a resume from it begins with the next epoch. None on other ranks, if this
         generation began with that step on disk, after a logged disk failure, and in a proof of a resume.
+
+        In a loop over `er.epochs` or `er.steps` it ends the step. So call it there on all ranks, after all
+        that belongs to the step, such as ``scheduler.step()``.
         """
         self._script_hooks.run()  # the state must include the hooks' changes for this world
         if self._step_counter is not None and self._step_counter.is_broken:
             logger.warning("run.save() within a step, while an exception is being handled: nothing is saved.")
             return None
-        self._end_open_step()
+        if self._step_counter is not None:
+            self._step_counter.end_step(must_decide=True)
+            self._step_counter.note_save()
         if not (self._context.is_local_leader or self._snapshot_scheduler.is_sharded):
             return None
         if self._replay is not None:  # a newer state is saved, and this one may prove wrong

@@ -13,6 +13,7 @@ A loop that does not get there is refused. Once it has, batches in between were 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 import weakref
@@ -21,11 +22,15 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.units import format_count
 
+logger = logging.getLogger(__name__)
+
 MAX_UNEXPECTED = 2  # steps in a row with another number of batches than expected
+MAX_STRAYS = 2
 MAX_SKIPPING = 8  # such steps in a row of a loop that has read the expected number before
 IS_KNOWN = "has_counted_steps"  # a mark of the checkpoint: the loop has read the expected number before
 
@@ -59,11 +64,16 @@ class StepCounter:
         self._epoch = 0  # counts the epochs of this process; 0 before the first
         self._is_open = False  # an epoch is open
         self._reader: weakref.ref[_Reader] | None = None  # of the loop, in this epoch
+        self._newest_reader: weakref.ref[_Reader] | None = None  # that has returned the newest batch
         self._is_exhausted = False  # the loop has trained on the epoch to its end
         self._was_read = False  # to its end, perhaps without any training
         self._is_read_again = False  # batches were read through another iterator
         self._batches = 0  # of the loop since the last optimizer step that has ended
         self._held = 0  # before that, and not counted yet
+        self._schedulers = {n: item for n, item in tracked.items() if isinstance(item, LRScheduler)}
+        self._saved_counts: dict[str, int] = {}  # of the schedulers, at a save since the last request
+        self._strays = 0  # optimizer steps in this epoch before any batch of its loader was read
+        self._outer_error: BaseException | None = None  # that was being handled when the loop began
         self._unexpected: list[int] = []  # newest numbers of batches per step, unless they were as expected
         self.has_stepped = False  # since the last step boundary
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
@@ -72,7 +82,8 @@ class StepCounter:
                 "er.epochs() and er.steps() count a step when an optimizer of torch takes one, and got none: "
                 "pass it as optimizer=. For an optimizer of another kind use er.resume() and run.step()."
             )
-        for optimizer in optimizers:
+        inner = [part for item in optimizers for part in vars(item).values() if isinstance(part, Optimizer)]
+        for optimizer in {id(item): item for item in (*optimizers, *inner)}.values():  # a wrapper's too
             optimizer.register_step_post_hook(self._after_optimizer_step)
         for item in tracked.values():
             if isinstance(item, torch.amp.GradScaler):
@@ -98,6 +109,7 @@ class StepCounter:
                 "its requests do not end the steps of the loop. Count them yourself: use er.resume() and "
                 "run.step()."
             )
+        self._find_loop()
         if self._is_read_again and not self._batches:
             raise UsageError(
                 "the loop trains on a second iterator over its loader in one epoch, and er.epochs() counts "
@@ -106,19 +118,39 @@ class StepCounter:
         self.has_stepped = True
         if (reader := self._find_reader()) is not None:
             reader.has_trained = True
+        elif not (self._batches or self._is_exhausted):
+            self._strays += 1
+            if self._strays >= MAX_STRAYS:
+                raise UsageError(
+                    "an optimizer of er.epochs() has taken two steps in an epoch, and the loop has read no "
+                    "batch of its loader there, so no step could be counted. Give er.epochs() the loader of "
+                    "the loop, and begin to read it within the loop over the epochs."
+                )
+
+    def _find_loop(self) -> None:
+        """Take another iterator for the loop's, if the first one was only looked into and is still there."""
+        reader, newest = self._find_reader(), self._newest_reader() if self._newest_reader else None
+        if newest is None or newest is reader or newest.is_over or newest.epoch != self._epoch:
+            return
+        if reader is not None and not reader.has_trained:
+            self._reader, self._batches = weakref.ref(newest), newest.batches
+            self._is_read_again = False
 
     @property
     def is_broken(self) -> bool:
         """Whether an exception is being handled in a step that is not counted yet."""
-        return self.has_stepped and sys.exc_info()[0] is not None
+        error = sys.exc_info()[1]
+        is_begun = self.has_stepped or self._batches > 0
+        return is_begun and error is not None and error is not self._outer_error
 
     # ---- what the loop over epochs or steps calls --------------------------------------------------------
 
     def begin_epoch(self) -> None:
         """Begin an epoch; what an interrupted one has left is forgotten."""
         self._thread, self._is_open = threading.get_ident(), True
+        self._strays, self._outer_error = 0, sys.exc_info()[1]
         self._epoch += 1
-        self._reader = None
+        self._reader = self._newest_reader = None
         self._is_exhausted = self._was_read = self.has_stepped = False
         self._is_read_again = self._is_read_elsewhere = False
         self._batches = self._held = 0
@@ -161,6 +193,7 @@ class StepCounter:
             UsageError: the loop reads another number of batches per step than is expected.
 
         """
+        self._check_schedules()
         if not self.has_stepped:
             return
         self.has_stepped = False
@@ -179,6 +212,20 @@ class StepCounter:
             self._finish_held(expected)
         elif must_decide or len(self._unexpected) >= MAX_UNEXPECTED:
             raise UsageError(self._describe_unexpected(expected))
+
+    def note_save(self) -> None:
+        """Note that the script has saved the state, perhaps within the body of its loop."""
+        self._saved_counts = {name: item.last_epoch for name, item in self._schedulers.items()}
+
+    def _check_schedules(self) -> None:
+        """Warn if a scheduler has stepped between a save and the end of the loop's body."""
+        saved, self._saved_counts = self._saved_counts, {}
+        late = [name for name, count in saved.items() if self._schedulers[name].last_epoch != count]
+        if late:
+            logger.warning(
+                f"WARNING: {late[0]} stepped after run.save() and before the loop's next batch, so the "
+                "checkpoint lacks that: call run.save() after all that belongs to the step."
+            )
 
     @property
     def _is_known(self) -> bool:
@@ -245,6 +292,8 @@ class StepCounter:
 
     def after_batch(self, reader: _Reader) -> None:
         """Count a batch that ``reader`` has returned."""
+        reader.batches += 1
+        self._newest_reader = weakref.ref(reader)
         if reader is self._find_reader():
             self._batches += 1
             self._is_read_again = False
@@ -277,6 +326,7 @@ class _Reader(Iterator[Any]):
     def __init__(self, counter: StepCounter, inner: Iterator[Any], epoch: int) -> None:
         self._counter, self._inner, self.epoch = counter, inner, epoch
         self.is_over = self.has_trained = False
+        self.batches = 0  # that it has returned
 
     def __next__(self) -> Any:
         self._counter.before_batch(self)

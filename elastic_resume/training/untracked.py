@@ -71,7 +71,8 @@ def require_tracked_parameters(tracked: Mapping[str, Any]) -> None:
             f"{name}: it trains a parameter of shape {list(parameter.shape)} in its group {index}"
             f"{f' ({owner})' if owner else ''}{more}, and no object that er.resume() was given holds its "
             f'value. A resume would start from a new one. Pass what holds it: track={{"{variable}": '
-            f"{variable}}}."
+            f"{variable}}}. Its gradient has to be averaged over the ranks too: wrap what holds it in "
+            "DDP, or all_reduce it before optimizer.step()."
         )
 
 

@@ -137,9 +137,12 @@ def test_sampler_is_taken_over_with_its_arguments(begin: Begin) -> None:
         """A sampler with an order of its own."""
 
     numbers: Any = list(range(6))
-    for sampler in (Own(numbers, 1, 0), RandomSampler(numbers)):
+    for sampler, text in (
+        (Own(numbers, 1, 0), "position in an epoch cannot be restored"),
+        (RandomSampler(numbers), "the loader has no DistributedSampler, so each rank would read the whole"),
+    ):
         job = begin()
-        with pytest.raises(ConfigError, match="position in an epoch cannot be restored"):
+        with pytest.raises(ConfigError, match=text):
             job.epochs(data=DataLoader(numbers, 3, sampler=sampler))
     job = begin()
     with pytest.raises(ConfigError, match="made for rank 1 of 2, and this is rank 0 of 1"):
@@ -369,7 +372,7 @@ def test_loop_that_is_left_is_named_at_a_normal_end(begin: Begin, capsys: pytest
         for _ in job.run.epochs(3):
             break
         job.run.close()
-        text = "the loop was left in epoch 1 of 3, and the same command will go on there"
+        text = "the loop was left in epoch 1 of 3, and the same command will go on at the newest checkpoint"
         assert capsys.readouterr().err.count(text) == 1
 
 
@@ -404,20 +407,158 @@ def test_stopped_training_is_over_for_good(
 
 
 def test_index_goes_on_in_a_resumed_epoch(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
-    """The log names it once in a job. In a whole epoch the index is that of enumerate."""
+    """That of `enumerate` does not, and the log says so once in a job, unless the loop uses ours."""
     indices: list[int] = []
-    for _ in range(3):
-        job = begin(samples=26)
+    for start in range(5):
+        job = begin(samples=30)
         for _ in (epochs := job.epochs(accumulate=2)):
-            for index, _ in epochs.enumerate(job.loader):
+            for index, _ in epochs.enumerate(job.loader) if start < 3 else enumerate(job.loader):
                 indices.append(index)
                 if index % 2:
                     job.optimizer.step()
                     epochs.run.save()
                     break
             break
-    assert indices == [0, 1, 2, 3, 4, 5]
-    assert capsys.readouterr().err.count("write run.enumerate(loader)") == 1
+        hints = capsys.readouterr().err.count("write run.enumerate(loader)")
+        assert hints == (start == 3)
+    assert indices == [0, 1, 2, 3, 4, 5, 0, 1, 0, 1]
+
+
+def test_loader_that_was_looked_into_first_is_the_loops_all_the_same(begin: Begin) -> None:
+    """On one rank alone, perhaps: if its steps did not count, the others would wait in their collectives."""
+    for is_kept in (True, False):
+        job = begin()
+        for _ in job.epochs(1):
+            looked = iter(job.loader)
+            next(looked)
+            if not is_kept:
+                del looked
+            for batch in job.loader:
+                job.train(batch)
+        assert job.at == (1, 0, 4), is_kept
+
+
+def test_evaluation_before_the_first_step_is_not_the_loop(begin: Begin) -> None:
+    """The loop goes on with its own iterator."""
+    job = begin()
+    for _ in job.epochs(1):
+        for index, batch in enumerate(job.loader):
+            if index == 0:
+                assert len(list(job.loader)) == 4
+            job.train(batch)
+    assert job.at == (1, 0, 4)
+
+
+def test_loop_that_never_reads_its_loader_is_refused(begin: Begin) -> None:
+    """Else no step would count, and a failure would cost all epochs."""
+    job = begin()
+    numbers: Any = list(range(SAMPLES))
+    other: DataLoader[Any] = DataLoader(numbers, BATCH)
+    for _ in job.epochs():
+        with pytest.raises(UsageError, match="has read no batch of its loader"):
+            for batch in other:
+                job.train(batch)
+        break
+    assert len(job.read) == 2
+
+
+def test_schedule_that_steps_after_a_save_is_named(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkpoint lacks that. At the top of the body it belongs to the step, and nothing is said."""
+    job = begin()
+    for _ in (epochs := job.epochs(1)):
+        for index, _ in enumerate(job.loader):
+            if index:
+                job.scheduler.step()
+            job.backward()
+            job.optimizer.step()
+            if index == 2:
+                epochs.run.save()
+                job.scheduler.step()
+    log = capsys.readouterr().err
+    assert log.count("scheduler stepped after run.save() and before the loop's next batch") == 1
+    assert log.count("WARNING") == 1
+
+
+def test_draw_at_the_top_of_an_interrupted_epoch_is_the_same(begin: Begin) -> None:
+    """It is that of the epoch's first step."""
+    draws = []
+    for last in (6, 8):
+        job = begin()
+        for _ in (epochs := job.epochs()):
+            draws.append(torch.rand(1).item())
+            for batch in job.loader:
+                job.train(batch)
+                if job.at[2] + 1 == last == 6:
+                    epochs.run.save()
+                    break
+            if last == 6 == job.at[2]:
+                break
+    assert len(draws) == 3
+    assert draws[1] == draws[2]
+
+
+def test_exception_in_a_begun_step_saves_nothing(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+    """Buffers may have changed. An exception that the program began in does not matter."""
+    job = begin()
+    try:
+        raise ImportError
+    except ImportError:
+        for _ in (epochs := job.epochs(1)):
+            for index, batch in enumerate(job.loader):
+                if index == 1:
+                    assert epochs.run.save() is not None
+                if index == 2:
+                    try:
+                        raise KeyboardInterrupt
+                    except KeyboardInterrupt:
+                        assert epochs.run.save() is None
+                job.train(batch)
+    assert job.at == (1, 0, 4)
+    assert capsys.readouterr().err.count("nothing is saved") == 1
+
+
+def test_one_step_per_epoch_is_enough(begin: Begin) -> None:
+    """Training on the whole dataset at once."""
+    job = begin(samples=3)
+    for _ in job.epochs(4):
+        for batch in job.loader:
+            job.train(batch)
+    assert job.at == (4, 0, 4)
+
+
+def test_inner_optimizer_of_a_wrapper_counts(begin: Begin) -> None:
+    """As of SAM, whose own step() is never called."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            super().__init__(base.param_groups, {})
+            self.base, self.param_groups = base, base.param_groups
+
+    job = begin()
+    wrapper = Wrapper(job.optimizer)
+    for _ in job.epochs(1, optimizer=wrapper):
+        for _ in job.loader:
+            job.backward()
+            wrapper.base.step()
+    assert job.at == (1, 0, 4)
+
+
+def test_other_length_of_the_loader_is_named(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+    """A schedule that was built from it would not end with the training."""
+    begin(samples=14).epochs(accumulate=2)
+    assert "len(loader) was 5 before er.epochs(), and is 4" in capsys.readouterr().err
+    begin().epochs(accumulate=2)
+    assert "len(loader) was" not in capsys.readouterr().err
+
+
+def test_loader_in_a_loop_over_steps_is_named(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its position is not kept."""
+    job = begin()
+    steps = er.steps(3, **job.arguments())
+    job.run, batches = steps.run, iter(job.loader)
+    for _ in steps:
+        job.train(next(batches))
+    assert capsys.readouterr().err.count("a loop over er.steps() reads a DataLoader") == 1
 
 
 def test_loop_over_steps_resumes_at_its_next_step(begin: Begin) -> None:
