@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from elastic_resume.state.open_checkpoint import iter_leaves
 from elastic_resume.state.state_dict import REPLICATED, RESERVED_PREFIX, TensorBuffer
 
 MAX_DIFFERENCES = 4
+_HEX_FLOAT = re.compile(r"'(-?0x[01]\.[0-9a-f]+p[+-]\d+)'")
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,14 @@ def _describe(difference: diff.Difference) -> DifferingValue:
             f"{difference.max_rel_difference:.2g} of their value"
         )
         return DifferingValue(difference.name, text, is_tensor=True)
-    text = f"was {difference.value_a}, now {difference.value_b}"
+    was, now = (_HEX_FLOAT.sub(_to_decimal, text) for text in (difference.value_a, difference.value_b))
+    text = f"was {was}, now {now}"
     return DifferingValue(difference.name, text, is_tensor=difference.kind in {"dtype", "shape"})
+
+
+def _to_decimal(found: re.Match[str]) -> str:
+    """Return a number of `RankValues`, which is stored exactly, as a person reads it."""
+    return repr(float.fromhex(found[1]))
 
 
 # ---- how much differs --------------------------------------------------------------------------------

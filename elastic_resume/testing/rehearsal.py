@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,8 @@ def main(words: Sequence[str]) -> int:
         if directory is None:
             temporary = tempfile.TemporaryDirectory(prefix="elastic-resume-rehearse-")
             directory = Path(cleanup.enter_context(temporary))
-        results, output, emptied = run(rehearsal, directory)
-    formatting.write_stdout(format_results(results, time.monotonic() - started_at, output, emptied))
+        results, output, notes = run(rehearsal, directory)
+    formatting.write_stdout(format_results(results, time.monotonic() - started_at, output, notes))
     passed = all(result.has_passed for result in results)
     return constants.EXIT_SUCCESS if passed else constants.EXIT_JOB_ERROR
 
@@ -185,11 +186,11 @@ def _select_flags(parser: Parser, words: Sequence[str]) -> Iterator[str]:
 # ---- the run -------------------------------------------------------------------------------------------
 
 
-def run(rehearsal: Rehearsal, directory: Path) -> tuple[list[CheckResult], str, dict[Path, int]]:
+def run(rehearsal: Rehearsal, directory: Path) -> tuple[list[CheckResult], str, list[str]]:
     """Run the checks.
 
-    Return their results, the end of the nodes' output if a check was not made, and the files that the
-    resumed script has emptied, with their former size in bytes.
+    Return their results, the end of the nodes' output if a check was not made, and notes: the warnings of the
+    run, and the files that the resumed script has emptied.
     """
     every = rehearsal.snapshot_every
     flags = [*rehearsal.flags, "--prove", REHEARSE, "--snapshot-every", every]
@@ -202,7 +203,19 @@ def run(rehearsal: Rehearsal, directory: Path) -> tuple[list[CheckResult], str, 
         runner = _Runner(cluster, time.monotonic() + rehearsal.limit_s)
         results = [runner.run(check) for check in list_checks(int(every), rehearsal.workers_per_node)]
         is_missing = any(not result.verdict for result in results)
-        return results, cluster.output_tails() if is_missing else "", runner.files.emptied
+        return results, cluster.output_tails() if is_missing else "", list_notes(cluster, runner.files)
+
+
+def list_notes(cluster: Cluster, files: ScriptFiles) -> list[str]:
+    """Return what is no difference of the state, and may be wrong all the same."""
+    output = "\n".join(cluster.output(index) for index in range(NODES))
+    notes = list(dict.fromkeys(re.findall(r"^elastic_resume: (WARNING: .*)", output, re.MULTILINE)))
+    for path, size in files.emptied.items():
+        notes.append(
+            f"The resumed script emptied {path}, which had {format_bytes(size)}. If it is a log, open it "
+            'with "a" in place of "w".'
+        )
+    return notes
 
 
 def list_checks(every: int, workers_per_node: int) -> list[Check]:
@@ -338,7 +351,7 @@ def _first(events: Iterable[Event], kind: str, condition: Callable[[Event], bool
 
 
 def format_results(
-    results: Sequence[CheckResult], seconds: float, output: str, emptied: Mapping[Path, int] | None = None
+    results: Sequence[CheckResult], seconds: float, output: str, notes: Sequence[str] = ()
 ) -> str:
     """Return the table of the checks, and what the failed ones have found."""
     rows = [
@@ -348,13 +361,11 @@ def format_results(
     lines = ["", *formatting.format_table(("resumed", "verdict", "steps again"), rows), ""]
     for result in results:
         lines += formatting.wrap_text(f"{result.name}: {result.text.rstrip('.')}.")
-    for path, size in (emptied or {}).items():
-        lines += formatting.wrap_text(
-            f"The resumed script emptied {path}, which had {format_bytes(size)}. If it is a log, open it "
-            'with "a" in place of "w".'
-        )
+    for note in notes:
+        lines += ["", *formatting.wrap_text(note)]
     passed = sum(result.has_passed for result in results)
-    lines += ["", f"{passed} of {len(results)} checks passed, in {seconds:.0f} s"]
+    warnings = f", {formatting.format_count(len(notes), 'warning')} above" if notes else ""
+    lines += ["", f"{passed} of {len(results)} checks passed{warnings}, in {seconds:.0f} s"]
     if output:
         lines += ["", "the end of the nodes' output:", output]
     return "\n".join(lines) + "\n"
