@@ -29,6 +29,7 @@ from tests.support.rendezvous_nodes import (
     RUN,
     TIMEOUT_S,
     TOKEN,
+    EndlessSender,
     RendezvousNodes,
     SocketNode,
     authenticate,
@@ -266,6 +267,23 @@ def test_other_program_at_the_address_is_reported(answer: bytes, match: str) -> 
         thread.start()
         with pytest.raises(ProtocolError, match=match):
             status_server.query_agent(listener_address(listener), RUN, STATUS_KEY)
+        thread.join()
+
+
+def test_client_does_not_wait_for_a_program_that_sends_a_byte_now_and_then() -> None:
+    """Else a line could take hours."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            with listener.accept()[0] as taken:
+                sender = EndlessSender(taken, b"x", pause_s=0.01)
+                sender.start()
+                sender.join()
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(TimeoutError, match="timed out"):
+            status_server.query_agent(listener_address(listener), RUN, STATUS_KEY, timeout_s=0.1)
         thread.join()
 
 
