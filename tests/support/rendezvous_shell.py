@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer
+from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from tests.support.rendezvous_nodes import (
     RUN,
     TIMEOUT_S,
@@ -36,7 +38,9 @@ from tests.support.rendezvous_nodes import (
 class ScriptedCore:
     """A state machine that keeps its events and returns what the test gave it."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: RendezvousNode) -> None:
+        """Show the status of ``node``."""
+        self.state, self.role, self.end_reason = node.state, node.role, node.end_reason
         self.next_deadline = math.inf
         self.events: list[Event] = []
         self.effects: list[Effect] = []
@@ -52,11 +56,24 @@ class ScriptedCore:
         return effects
 
 
+class SlowRenderer:
+    """Renders a status when it is allowed to."""
+
+    def __init__(self) -> None:
+        self.allowed = threading.Event()
+        self.count = 0
+
+    def __call__(self, _: RendezvousStatus) -> bytes:
+        """Wait, and render nothing."""
+        self.count += 1
+        assert self.allowed.wait(TIMEOUT_S)
+        return b"{}"
+
+
 class Shell:
     """A server that listens, with its scripted core."""
 
     def __init__(self, directory: Path, limits: ConnectionLimits, **arguments: Any) -> None:
-        self.core = ScriptedCore()
         self.effects: list[Effect] = []
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # the kernel queues little
@@ -72,6 +89,7 @@ class Shell:
             limits=limits,
             **arguments,
         )
+        self.core = ScriptedCore(self.server._core)
         self.server._core = cast("RendezvousNode", self.core)
 
     def carry_out(self, *effects: Effect) -> None:

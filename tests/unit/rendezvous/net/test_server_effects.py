@@ -34,7 +34,16 @@ from tests.support.rendezvous_nodes import (
     read_line,
     wait_until,
 )
-from tests.support.rendezvous_shell import Shell, count_timers, dial, ends, join, serve, wait_for
+from tests.support.rendezvous_shell import (
+    Shell,
+    SlowRenderer,
+    count_timers,
+    dial,
+    ends,
+    join,
+    serve,
+    wait_for,
+)
 
 STATUS_KEY = protocol.derive_status_key(TOKEN)
 HEADER = Header(1, 0)
@@ -190,7 +199,8 @@ async def test_limit_of_connections_is_for_those_that_others_open(tmp_path: Path
 @on_event_loop
 async def test_state_machine_learns_of_members_only(tmp_path: Path) -> None:
     """It does not learn of status clients, nor of peers without the token."""
-    async with serve(tmp_path) as shell:
+    renderer = SlowRenderer()  # the client has no reply yet
+    async with serve(tmp_path, render_status=renderer) as shell:
         with dial(shell) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert await ends(stranger)
@@ -198,6 +208,8 @@ async def test_state_machine_learns_of_members_only(tmp_path: Path) -> None:
             proof = await asyncio.to_thread(authenticate, client, STATUS_KEY, status_only=True)
             client.sendall(proof.signer.sign(protocol.encode(HEADER, Heartbeat())))
             assert await ends(client)
+        renderer.allowed.set()
+        assert any("a status client sent a message" in line for line in shell.log_lines)
         assert {type(event) for event in shell.core.events} == {Tick}
         with dial(shell) as member:
             conn_id = await join(shell, member)
@@ -269,13 +281,14 @@ async def test_close_waits_for_peers_that_read(tmp_path: Path) -> None:
 @on_event_loop
 async def test_close_does_not_wait_for_a_peer_that_does_not_read(tmp_path: Path) -> None:
     """No socket, thread or timer is left."""
+    tasks = asyncio.all_tasks()
     shell = Shell(tmp_path, ConnectionLimits())
     await shell.server.open()
     with dial(shell) as peer:
         shell.carry_out(*send_much(await join(shell, peer)))
         await shell.server.close(0.01)
         assert not shell.server._open_connections
-    assert len(asyncio.all_tasks()) == 2, "this test and its timeout"
+    assert asyncio.all_tasks() == tasks
     assert count_timers(shell.server._on_timer) + count_timers(shell.server._drop_idle) == 0
 
 

@@ -43,7 +43,7 @@ from tests.support.rendezvous_nodes import (
     send_messages,
     wait_until,
 )
-from tests.support.rendezvous_shell import Shell, count_timers, dial, ends, serve, wait_for
+from tests.support.rendezvous_shell import Shell, SlowRenderer, count_timers, dial, ends, serve, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +172,6 @@ async def test_agent_without_a_status_says_so(tmp_path: Path) -> None:
     """Clients that have got their reply do not count, and leave no timer."""
     limits = ConnectionLimits(max_status_clients=2)
     async with serve(tmp_path, limits) as shell:
-        shell.server._core = RendezvousNode(RendezvousSettings((shell.address,)), A, None, 0.0)
         timers = count_timers()
         for _ in range(5):
             reply = await asyncio.to_thread(query, shell)
@@ -184,22 +183,13 @@ async def test_agent_without_a_status_says_so(tmp_path: Path) -> None:
 @on_event_loop
 async def test_defect_while_rendering_costs_one_reply_only(tmp_path: Path) -> None:
     """The client gets the error."""
-    async with serve(tmp_path) as shell:  # the status of a scripted state machine cannot be built
-        assert "AttributeError" in (await asyncio.to_thread(query, shell))["error"]
 
+    def render(_: RendezvousStatus) -> bytes:
+        raise KeyError("a defect")
 
-class SlowRenderer:
-    """Renders a status when it is allowed to."""
-
-    def __init__(self) -> None:
-        self.allowed = threading.Event()
-        self.count = 0
-
-    def __call__(self, _: RendezvousStatus) -> bytes:
-        """Wait, and render nothing."""
-        self.count += 1
-        assert self.allowed.wait(TIMEOUT_S)
-        return b"{}"
+    async with serve(tmp_path, render_status=render) as shell:
+        for _ in range(2):
+            assert "KeyError('a defect')" in (await asyncio.to_thread(query, shell))["error"]
 
 
 @contextlib.asynccontextmanager
@@ -208,7 +198,6 @@ async def serve_slowly(directory: Path) -> AsyncIterator[tuple[Shell, SlowRender
     renderer = SlowRenderer()
     limits = ConnectionLimits(max_status_clients=3, handshake_timeout_s=TIMEOUT_S)
     async with serve(directory, limits, render_status=renderer) as shell:
-        shell.server._core = RendezvousNode(RendezvousSettings((shell.address,)), A, None, 0.0)
         try:
             yield shell, renderer
         finally:
@@ -285,6 +274,16 @@ def test_client_does_not_wait_for_a_program_that_sends_a_byte_now_and_then() -> 
         with pytest.raises(TimeoutError, match="timed out"):
             status_server.query_agent(listener_address(listener), RUN, STATUS_KEY, timeout_s=0.1)
         thread.join()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.02])
+def test_client_does_not_wait_beyond_its_deadline(timeout_s: float) -> None:
+    """The time may be over when the last bytes arrive, or while the peer is silent."""
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(b"half a line")
+        with pytest.raises(TimeoutError, match="timed out"):
+            status_server._receive_line(near, protocol.LineReader(), timeout_s)
 
 
 # ---- the status of a state machine -----------------------------------------------------------------------
