@@ -209,7 +209,7 @@ async def test_state_machine_learns_of_members_only(tmp_path: Path) -> None:
             client.sendall(proof.signer.sign(protocol.encode(HEADER, Heartbeat())))
             assert await ends(client)
         renderer.allowed.set()
-        assert any("a status client sent a message" in line for line in shell.log_lines)
+        await wait_for(lambda: "a status client sent a message" in "".join(shell.log_lines))
         assert {type(event) for event in shell.core.events} == {Tick}
         with dial(shell) as member:
             conn_id = await join(shell, member)
