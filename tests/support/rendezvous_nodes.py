@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -11,8 +12,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 from elastic_resume.policy.wording import describe_event
 from elastic_resume.rendezvous.core.interface import (
@@ -46,6 +48,22 @@ def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: fl
     while not condition():
         assert time.monotonic() < limit, f"not within {timeout_s:g} s: {description}"
         time.sleep(0.005)
+
+
+def on_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on an event loop, and fail if a callback of asyncio has failed."""
+
+    async def run(**arguments: Any) -> None:
+        failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        await asyncio.wait_for(test(**arguments), TIMEOUT_S)
+        assert not failures
+
+    @functools.wraps(test)
+    def wrapper(**arguments: Any) -> None:
+        asyncio.run(run(**arguments))
+
+    return wrapper
 
 
 def listener_address(listener: socket.socket, host: str = "127.0.0.1") -> str:

@@ -49,6 +49,9 @@ class ConnectionLimits:
     log_interval_s: float = 10.0  # minimum time between two log lines about dropped connections
 
 
+DEFAULT_LIMITS = ConnectionLimits()
+
+
 class ConnectionHandler(Protocol):
     """The owner of connections."""
 
@@ -87,7 +90,7 @@ class Connection(asyncio.BufferedProtocol):
         self.status_only = False
         """The peer is a status client."""
         self.has_greeted = False
-        """The peer, which connected to us, has sent a valid greeting of this job."""
+        """The peer has sent its first line: if it connected to us, a valid greeting of this job."""
         self.idle_sweeps = 0
         """Counted by the handler; reset whenever data arrives."""
         self.is_ended = False
@@ -101,7 +104,6 @@ class Connection(asyncio.BufferedProtocol):
         self._handshake = handshake
         self._signer: protocol.LineAuthenticator | None = None
         self._verifier: protocol.LineAuthenticator | None = None
-        self._is_dialler = conn_id > 0
         self._line_reader = protocol.LineReader(protocol.MAX_GREETING_BYTES)
         self._buffer = _get_thread_buffer()
         self._transport: asyncio.Transport | None = None
@@ -118,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def write(self, line: bytes | bytearray) -> None:
         """Queue a line unchanged; never block."""
-        if self._transport is not None and not self.is_ended and not self._transport.is_closing():
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(line)
 
     @property
@@ -137,10 +139,6 @@ class Connection(asyncio.BufferedProtocol):
         self._set_ended()
         if self._transport is not None:
             self._transport.abort()
-
-    def disconnect(self) -> None:
-        """Give the connection up."""
-        self.close() if self.is_authenticated or self._is_dialler else self.abort()
 
     def abort_and_report(self, reason: str) -> None:
         """Close at once and report the end."""
@@ -192,8 +190,6 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Split the data into lines and handle each until one ends the connection."""
         self.idle_sweeps = 0
-        if self.is_ended:
-            return
         try:
             for line in self._line_reader.feed(self._buffer[:nbytes]):
                 if not self._process_line(line):
@@ -212,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
     def _advance_handshake(self, line: bytes) -> None:
         try:
             self.write(self._handshake.send(line))
-            self.has_greeted = not self._is_dialler  # an acceptor proves nothing by answering
+            self.has_greeted = True
         except protocol.AuthenticationError as error:
             self.write(error.rejection_line)
             self.drop(str(error))
@@ -232,8 +228,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Report the end, unless this side closed the connection."""
-        if not self.is_ended:
-            self.abort_and_report(str(error) if error else "closed")
+        self.abort_and_report(str(error) if error else "closed")
         self._handler.on_socket_closed(self)
 
 

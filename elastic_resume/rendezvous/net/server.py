@@ -48,6 +48,7 @@ from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import LISTEN_BACKLOG, ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import (
+    DEFAULT_LIMITS,
     Connection,
     ConnectionLimits,
     HandshakeLimiter,
@@ -91,7 +92,7 @@ class RendezvousServer:
         token: bytes,
         state_file: DurableStateFile,
         on_effect: Callable[[Effect], None],
-        limits: ConnectionLimits | None = None,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
         on_core_change: Callable[[RendezvousNode], None] | None = None,
         max_generation: int = 0,
         resolve: ResolveFunction = resolve_name,
@@ -110,7 +111,7 @@ class RendezvousServer:
         self._token = token
         self._state_file = state_file
         self._on_effect = on_effect
-        self._limits = limits or ConnectionLimits()
+        self._limits = limits
         self._on_core_change = on_core_change
         self._loop = asyncio.get_running_loop()
         self._core = RendezvousNode(
@@ -163,7 +164,7 @@ class RendezvousServer:
         elif self._server is not None:
             self._server.close()
         for connection in list(self._open_connections):
-            connection.disconnect()
+            connection.close()
         for task in (*self._tasks, *self._dial_tasks.values()):
             task.cancel()
         await self._status_server.close()
@@ -285,7 +286,7 @@ class RendezvousServer:
     def _disconnect(self, conn_id: int) -> None:
         connection = self._connections.pop(conn_id, None)
         if connection is not None:
-            connection.disconnect()
+            connection.close()
             self._release(connection)
 
     def _make_acceptor(self) -> Connection:
@@ -351,7 +352,7 @@ class RendezvousServer:
 
     def on_dropped(self, connection: Connection, reason: str) -> None:
         """Log the drop."""
-        if connection in self._open_connections and not self._closing:
+        if connection in self._open_connections:
             self._rejection_log.add(connection.peer_address, reason)
 
     def on_socket_closed(self, connection: Connection) -> None:

@@ -13,10 +13,10 @@ import asyncio
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import BufferedReader
 
 from elastic_resume.policy.reasons import JoinObstacle
 from elastic_resume.policy.wording import describe
@@ -29,6 +29,7 @@ from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import Connection, ConnectionLimits
 
 MAX_REPLY_BYTES = 4 << 20  # a leader names 10,000 nodes in less
+_READ_BYTES = 1 << 16
 
 
 # ---- the status ----------------------------------------------------------------------------------------
@@ -165,26 +166,32 @@ def query_agent(address: str, run_id: str, status_key: bytes, *, timeout_s: floa
     """
     host, _, port = address.rpartition(":")
     handshake = protocol.dial(status_key, run_id, secrets.token_hex(32), status_only=True)
-    with (
-        socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection,
-        connection.makefile("rb") as reader,
-    ):
+    reader = protocol.LineReader()
+    with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
         connection.sendall(next(handshake))
         try:
             while True:
-                connection.sendall(handshake.send(_read_line(reader, protocol.MAX_GREETING_BYTES)))
+                connection.sendall(handshake.send(_receive_line(connection, reader, timeout_s)))
         except StopIteration as stop:
             result: protocol.HandshakeResult = stop.value
         connection.sendall(result.final_line)
-        return result.verifier.verify(_read_line(reader, MAX_REPLY_BYTES))
+        reader.max_line_bytes = MAX_REPLY_BYTES
+        return result.verifier.verify(_receive_line(connection, reader, timeout_s))
 
 
-def _read_line(reader: BufferedReader, max_bytes: int) -> bytes:
-    line = reader.readline(max_bytes + 1)
-    if len(line) > max_bytes:
-        raise protocol.ProtocolError(f"it sent a line of more than {max_bytes} bytes")
-    if not line.endswith(b"\n"):
-        raise protocol.ProtocolError(
-            "it closed the connection: it belongs to another job, or another program listens there"
-        )
-    return line[:-1]
+def _receive_line(connection: socket.socket, reader: protocol.LineReader, timeout_s: float) -> bytes:
+    """Return the next line. The time is for all of it: a peer may send a byte now and then."""
+    deadline = time.monotonic() + timeout_s
+    line = next(reader.feed(b""), None)
+    while line is None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left_s)
+        data = connection.recv(_READ_BYTES)
+        if not data:
+            raise protocol.ProtocolError(
+                "it closed the connection: it belongs to another job, or another program listens there"
+            )
+        line = next(reader.feed(data), None)
+    return line

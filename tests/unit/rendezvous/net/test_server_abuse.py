@@ -500,3 +500,12 @@ def test_handshake_limiter_drops_the_oldest_that_has_not_greeted() -> None:
     for one in (old, silent, new):
         limiter.add(one)  # type: ignore[arg-type]
     assert (old.why, bool(silent.why), new.why) == ("", True, "")
+
+
+def test_handshake_limiter_prefers_the_newest_to_the_oldest_that_has_greeted() -> None:
+    """It had no time yet to send a greeting."""
+    limiter = HandshakeLimiter(1)
+    old, new = FakeConnection(greeted=True), FakeConnection(greeted=False)
+    for one in (old, new):
+        limiter.add(one)  # type: ignore[arg-type]
+    assert (bool(old.why), new.why) == (True, "")
