@@ -19,8 +19,7 @@ from elastic_resume.data import rng
 from elastic_resume.errors import UsageError
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.state import state_dict
-from elastic_resume.training import rank0_buffers
-from elastic_resume.training import run as run_module
+from elastic_resume.training import ddp, rank0_buffers
 from elastic_resume.training.run import Run
 from tests.gpu.real_gpu import RealGpu
 from tests.support import state_image
@@ -251,7 +250,7 @@ def test_gpu_of_model_is_found_and_given_to_ddp(
         given.append(kwargs)
         return model
 
-    monkeypatch.setattr(run_module, "DistributedDataParallel", wrap)
+    monkeypatch.setattr(ddp, "DistributedDataParallel", wrap)
     monkeypatch.setattr(run._bucket_order, "prepare", lambda *_: None)
     monkeypatch.setattr(run._own_time, "watch", lambda _: None)
     run.ddp(objects["model"])
