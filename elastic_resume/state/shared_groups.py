@@ -43,12 +43,17 @@ class SharedGroups:
             holder.state = first.setdefault(shared, holder.state)
 
 
+def list_with_inner(optimizer: Any) -> list[Optimizer]:
+    """Return an optimizer, and those that it has as attributes, as wrappers such as SAM and Lookahead do."""
+    parts = (optimizer, *getattr(optimizer, "__dict__", {}).values())
+    return [part for part in parts if isinstance(part, Optimizer)]
+
+
 def _find_holders(items: Iterable[Any]) -> Iterable[Optimizer]:
     """Return the optimizers among ``items`` and their attributes whose groups are an attribute of theirs."""
     found: dict[int, Optimizer] = {}
     for item in items:
-        inner = vars(item).values() if hasattr(item, "__dict__") and hasattr(item, "param_groups") else ()
-        for each in (item, *inner):
-            if isinstance(each, Optimizer) and {"param_groups", "state"} <= vars(each).keys():
+        for each in list_with_inner(item) if hasattr(item, "param_groups") else ():
+            if {"param_groups", "state"} <= vars(each).keys():
                 found[id(each)] = each
     return found.values()

@@ -65,7 +65,7 @@ class Steps:
         self.run = run
         self._count, self._counter = count, counter
         self._numbers: Iterator[int] | None = None
-        self._has_warned = False
+        self._must_look = run.rank == 0 and run.plan.kind == "cold"  # once, with the first step
 
     def __iter__(self) -> Iterator[int]:
         def begin() -> int:
@@ -78,7 +78,9 @@ class Steps:
 
     def _end_step(self) -> None:
         self._counter.end_open_step()
-        self._has_warned = self._has_warned or _warn_of_loader(self.run.rank)
+        if self._must_look:
+            self._must_look = False
+            _warn_of_loader()
 
     def __next__(self) -> int:
         if self._numbers is None:
@@ -192,15 +194,14 @@ def _note_counted_steps(run: Run) -> None:
     run._first_steps.note_counted_steps()  # noqa: SLF001
 
 
-def _warn_of_loader(rank: int) -> bool:
-    """Warn on rank 0 of a DataLoader that is being read in a loop over steps; return True."""
+def _warn_of_loader() -> None:
+    """Warn of a DataLoader that is being read in a loop over steps."""
     kinds = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)  # noqa: SLF001
-    if rank == 0 and any(type(item) in kinds for item in gc.get_objects()):
+    if any(type(item) in kinds for item in gc.get_objects()):
         logger.warning(
             "WARNING: a loop over er.steps() reads a DataLoader, whose position no checkpoint holds: after a "
             "restart it begins anew. If the loop trains on it, write er.epochs(count, loader, ...)."
         )
-    return True
 
 
 def _explain_nothing(batches_per_step: int) -> str:
@@ -219,9 +220,9 @@ def _take_over_sampler(loader: Any, accumulate: int) -> int | None:
     old = holder.sampler
     if type(old) in {RandomSampler, SequentialSampler} and type(loader.batch_sampler) is BatchSampler:
         raise ConfigError(
-            "er.epochs(): the loader has no DistributedSampler, so each rank would read the whole dataset "
-            "in an order of its own. Write sampler = DistributedSampler(dataset), or without a process group "
-            "er.ElasticSampler(dataset); DataLoader(dataset, batch_size=..., sampler=sampler); and "
+            "er.epochs(): the loader has no DistributedSampler, so each rank would read the whole dataset, "
+            "and a resume could not find its place. Write sampler = DistributedSampler(dataset), or without a "
+            "process group er.ElasticSampler(dataset); DataLoader(dataset, batch_size=..., sampler=sampler); and "
             "sampler.set_epoch(epoch) in the loop."
         )
     if type(old) is not DistributedSampler or (holder is not loader and type(holder) is not BatchSampler):

@@ -46,6 +46,7 @@ class FirstSteps:
         """Begin to check, on rank 0. A restart by the agent repeats no warning but those about optimizers."""
         self._tracked, self._batches = tracked, batches
         self._log_enumerate_hint = log_enumerate_hint
+        self.is_loop_over_epochs = False  # of the script's own; a library's loop has its own index
         self._has_index = False  # of `run.enumerate`, which is right in a resumed epoch
         is_start = result.plan.kind == "cold" or result.earlier_command is not None
         self._is_new_start = rank == 0 and is_start
@@ -76,7 +77,7 @@ class FirstSteps:
     def end_step(self) -> None:
         """Check what `run.step` shows."""
         self._steps += 1
-        if self._steps == 1 and not self._has_index:
+        if self._steps == 1 and self.is_loop_over_epochs and not self._has_index:
             self._log_enumerate_hint()
         if self._order is not None:
             self._order.end_step()

@@ -252,6 +252,7 @@ class Run:
         epoch: a save that is due at its last step is made when the script asks for the next epoch. After the
         last epoch the final state is committed on every node.
         """
+        self._first_steps.is_loop_over_epochs = True
         return self._iterate(
             "epoch", count, lambda: self._progress.position.epoch, self.begin_epoch, self.end_epoch
         )

@@ -25,12 +25,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_resume.errors import ConfigError, UsageError
+from elastic_resume.state.shared_groups import list_with_inner
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
 
 MAX_UNEXPECTED = 2  # steps in a row with another number of batches than expected
-MAX_STRAYS = 2
+MAX_STRAYS = 2  # optimizer steps in an epoch before its loader is read; one may be a warm-up
 MAX_SKIPPING = 8  # such steps in a row of a loop that has read the expected number before
 IS_KNOWN = "has_counted_steps"  # a mark of the checkpoint: the loop has read the expected number before
 
@@ -82,8 +83,8 @@ class StepCounter:
                 "er.epochs() and er.steps() count a step when an optimizer of torch takes one, and got none: "
                 "pass it as optimizer=. For an optimizer of another kind use er.resume() and run.step()."
             )
-        inner = [part for item in optimizers for part in vars(item).values() if isinstance(part, Optimizer)]
-        for optimizer in {id(item): item for item in (*optimizers, *inner)}.values():  # a wrapper's too
+        watched = {id(part): part for item in optimizers for part in list_with_inner(item)}
+        for optimizer in watched.values():
             optimizer.register_step_post_hook(self._after_optimizer_step)
         for item in tracked.values():
             if isinstance(item, torch.amp.GradScaler):

@@ -24,6 +24,7 @@ from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import UsageError
 from elastic_resume.state import dtensors
+from elastic_resume.state.shared_groups import list_with_inner
 from elastic_resume.state.state_dict import flatten, type_name, unwrap
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
         id(each): name
         for name, item in tracked.items()
         if isinstance(item, Optimizer)
-        for each in (item, *(inner for inner in vars(item).values() if isinstance(inner, Optimizer)))
+        for each in list_with_inner(item)
     }
     models = {name: unwrap(item) for name, item in tracked.items() if isinstance(item, nn.Module)}
     shapes = {name: [p.shape for p in model.parameters()] for name, model in models.items()}

@@ -561,7 +561,7 @@ def test_loader_in_a_loop_over_steps_is_named(begin: Begin, capsys: pytest.Captu
     assert capsys.readouterr().err.count("a loop over er.steps() reads a DataLoader") == 1
 
 
-def test_loop_over_steps_resumes_at_its_next_step(begin: Begin) -> None:
+def test_loop_over_steps_resumes_at_its_next_step(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
     """A save within the last step's body counts it once; a step without an optimizer's counts too."""
     taken: list[tuple[int, float]] = []
     for start in (0, 3, 6):
@@ -576,6 +576,7 @@ def test_loop_over_steps_resumes_at_its_next_step(begin: Begin) -> None:
                 steps.run.save()
                 break
         assert job.at[2] == max(3, 6 * bool(start))
+    assert "enumerate" not in capsys.readouterr().err
     whole = begin()
     steps = er.steps(6, **whole.arguments(run_id="whole"))
     whole.run = steps.run
