@@ -221,9 +221,9 @@ def _take_over_sampler(loader: Any, accumulate: int) -> int | None:
     if type(old) in {RandomSampler, SequentialSampler} and type(loader.batch_sampler) is BatchSampler:
         raise ConfigError(
             "er.epochs(): the loader has no DistributedSampler, so each rank would read the whole dataset, "
-            "and a resume could not find its place. Write sampler = DistributedSampler(dataset), or without a "
-            "process group er.ElasticSampler(dataset); DataLoader(dataset, batch_size=..., sampler=sampler); and "
-            "sampler.set_epoch(epoch) in the loop."
+            "and a resume could not find its place. Write sampler = DistributedSampler(dataset), or without "
+            "a process group er.ElasticSampler(dataset); DataLoader(dataset, batch_size=n, sampler=sampler); "
+            "and sampler.set_epoch(epoch) in the loop."
         )
     if type(old) is not DistributedSampler or (holder is not loader and type(holder) is not BatchSampler):
         return None

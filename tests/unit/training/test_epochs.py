@@ -424,6 +424,25 @@ def test_index_goes_on_in_a_resumed_epoch(begin: Begin, capsys: pytest.CaptureFi
     assert indices == [0, 1, 2, 3, 4, 5, 0, 1, 0, 1]
 
 
+def test_library_that_owns_the_loop_is_told_nothing_of_its_index(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It calls begin_epoch() itself, and its users have no index of a loader."""
+    for start in (0, 2):
+        job = begin()
+        job.epochs()
+        assert job.run is not None
+        job.run._release()
+        job.run = run = er.resume(**job.arguments(data=job.loader, run_id="library"))
+        assert job.at[1] == start
+        run.begin_epoch()
+        for _, batch in zip(range(2), job.loader, strict=False):
+            job.train(batch)
+            run.step()
+        run.save()
+    assert "enumerate" not in capsys.readouterr().err
+
+
 def test_loader_that_was_looked_into_first_is_the_loops_all_the_same(begin: Begin) -> None:
     """On one rank alone, perhaps: if its steps did not count, the others would wait in their collectives."""
     for is_kept in (True, False):
@@ -561,7 +580,7 @@ def test_loader_in_a_loop_over_steps_is_named(begin: Begin, capsys: pytest.Captu
     assert capsys.readouterr().err.count("a loop over er.steps() reads a DataLoader") == 1
 
 
-def test_loop_over_steps_resumes_at_its_next_step(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loop_over_steps_resumes_at_its_next_step(begin: Begin) -> None:
     """A save within the last step's body counts it once; a step without an optimizer's counts too."""
     taken: list[tuple[int, float]] = []
     for start in (0, 3, 6):
@@ -576,7 +595,6 @@ def test_loop_over_steps_resumes_at_its_next_step(begin: Begin, capsys: pytest.C
                 steps.run.save()
                 break
         assert job.at[2] == max(3, 6 * bool(start))
-    assert "enumerate" not in capsys.readouterr().err
     whole = begin()
     steps = er.steps(6, **whole.arguments(run_id="whole"))
     whole.run = steps.run
