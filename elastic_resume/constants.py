@@ -49,6 +49,7 @@ ENV_MAX_RESTARTS = "ELASTIC_RESUME_TORCH_MAX_RESTARTS"  # of --max-restarts, for
 ENV_STANDBY = "ELASTIC_RESUME_STANDBY"  # 1: the worker starts before its generation is known
 ENV_STATE_BYTES = "ELASTIC_RESUME_STATE_BYTES"  # for a standby: size of the job's state; 0 if unknown
 ENV_PARKED = "ELASTIC_RESUME_PARKED"  # followed by -LOCAL_RANK: abstract unix socket of a parked worker
+ENV_NEW_PROCESS = "ELASTIC_RESUME_NEW_PROCESS"  # "MONOTONIC_S VARIABLES": why and when the worker began again
 ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"  # descriptor of a worker's socket to its supervisor
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true local rank: --virtual-local-rank sets LOCAL_RANK to 0
 ENV_COMMITTER = "ELASTIC_RESUME_COMMITTER"  # abstract unix socket of the agent's committer

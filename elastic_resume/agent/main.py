@@ -31,7 +31,11 @@ from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.slow_rank import SlowRankReporter
 from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.agent.status_reporter import EventTail, StatusReporter, StatusSampler
-from elastic_resume.agent.workers.forkserver_manager import ForkServerManager, PreforkedServer
+from elastic_resume.agent.workers.forkserver_manager import (
+    ForkServerManager,
+    PreforkedServer,
+    find_start_hook,
+)
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets
 from elastic_resume.config import Settings
@@ -208,7 +212,12 @@ class _Agent:
     @contextlib.contextmanager
     def _start_fork_server(self) -> Iterator[ForkServerManager | None]:
         """Run a fork server within the context; yield None where workers must start cold."""
-        if self.spec.worker_command is None:
+        hook = None if self.spec.worker_command is None else find_start_hook()
+        if hook is not None:
+            logger.info(
+                "workers start as new processes, which takes seconds: %s reads RANK at Python's start.", hook
+            )
+        if self.spec.worker_command is None or hook is not None:
             if self.preforked is not None:
                 self.preforked.close()
             yield None

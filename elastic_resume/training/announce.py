@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,8 +84,20 @@ def log_start(
     if world_change is not None:
         parts.append(world_change.describe())
     logger.info("; ".join(filter(None, parts)))
+    _log_new_process(result)
     # After the line: whoever has seen the event finds it.
     context.events.emit("resume", **resume_event_fields(result, position, world_size))
+
+
+def _log_new_process(result: ResumeResult) -> None:
+    """Log at a job's start that its script sets variables which a forked worker has no use for any more."""
+    started_at, _, variables = os.environ.get(constants.ENV_NEW_PROCESS, "").partition(" ")
+    if variables and result.plan.kind == "cold":
+        logger.info(
+            f"the script sets {variables} before it imports torch, so each worker starts as a new process, "
+            f"which took {time.monotonic() - float(started_at):.1f} s until er.resume(). Variables that are "
+            "set where the command runs cost nothing."
+        )
 
 
 def format_start(result: ResumeResult, position: Position, world_size: int) -> str:

@@ -207,6 +207,41 @@ def test_differing_process_start_variables_start_cold(warm: RunningForkServer, t
     assert warmed == plain
 
 
+BEFORE_TORCH = """
+import os, sys
+print("top", "torch" in sys.modules, os.environ.get("OMP_NUM_THREADS"), os.getpid() == os.getpgid(0))
+os.environ.update(OMP_NUM_THREADS="2", TORCHDYNAMO_VERBOSE="1", WANDB_MODE="offline")
+from torch.nn import Linear
+import torch._dynamo.config as dynamo
+import torch
+assert sys.modules["torch"] is torch and torch.__spec__.name == "torch" and torch.nn.Linear is Linear
+print(torch.get_num_threads(), dynamo.verbose, os.environ["WANDB_MODE"], sys.argv)
+"""
+
+
+def test_variables_that_a_script_sets_before_it_imports_torch_count(
+    warm: RunningForkServer, tmp_path: Path
+) -> None:
+    """The script begins again in a new process. Its first lines print twice."""
+    (tmp_path / "script.py").write_text(BEFORE_TORCH)
+    plain, warmed = run_ways(tmp_path, warm, "script.py", "a")
+    top, rest = plain[1].splitlines()
+    assert rest.endswith("True offline ['script.py', 'a']")
+    assert warmed == (0, f"{top}\n{top}\n{rest}\n", plain[2])
+
+
+def test_other_variables_cost_no_new_process(warm: RunningForkServer, tmp_path: Path) -> None:
+    """Torch reads those of CUDA and NCCL when it needs them."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "os.environ.update(CUDA_VISIBLE_DEVICES='0', NCCL_DEBUG='WARN', TORCH_NCCL_BLOCKING_WAIT='1')\n"
+        "import torch\n"
+        "print('elastic_resume.training.resume' in sys.modules, torch.__spec__.name)\n"
+    )
+    process = start(environ(tmp_path, warm.socket_name), str(tmp_path / "script.py"), stdout=subprocess.PIPE)
+    assert process.communicate(timeout=60)[0] == "True torch\n"
+
+
 def test_processes_have_names(warm: RunningForkServer, tmp_path: Path) -> None:
     """``ps`` shows which is the worker, the supervisor and the fork server."""
     script = tmp_path / "script.py"
@@ -414,7 +449,7 @@ def test_unsafe_or_failing_preload_is_left_out(
         "pooling": "import torch; torch.ones(3000, 3000).sum()",
     }
     for name, body in bodies.items():
-        (tmp_path / f"{name}.py").write_text(body)
+        (tmp_path / f"{name}.py").write_text(f"import os; importer = os.getpid()\n{body}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS")  # with one thread there is no pool
     warm = start_own(*bodies)
@@ -429,7 +464,10 @@ def test_unsafe_or_failing_preload_is_left_out(
     for name, reason in reasons.items():
         assert f"--preload {name} is left out: {reason}" in caplog.text
     script = tmp_path / "script.py"
-    script.write_text(f"import sys; print([name for name in {list(bodies)!r} if name in sys.modules])")
+    script.write_text(
+        "import os, fine, pooling\n"
+        "print([m.__name__ for m in (fine, pooling) if m.importer != os.getpid()])\n"
+    )
     process = start(
         environ(tmp_path, warm.socket_name, PYTHONPATH=str(tmp_path)), str(script), stdout=subprocess.PIPE
     )
@@ -550,7 +588,7 @@ def test_malformed_requests_do_not_disturb_fork_server(warm: RunningForkServer, 
                 client.sendall(data)
                 client.shutdown(socket.SHUT_WR)
         script = tmp_path / "script.py"
-        script.write_text("import sys; print('torch' in sys.modules)")
+        script.write_text("import sys; print('elastic_resume.training.resume' in sys.modules)")
         process = start(environ(tmp_path, warm.socket_name), str(script), stdout=subprocess.PIPE)
         assert process.communicate(timeout=60)[0] == "True\n"
 

@@ -50,7 +50,7 @@ from typing import Any, NoReturn
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # scripts must not import the modules of this directory
 
-from elastic_resume.agent.workers import run_main, supervisor, worker_request
+from elastic_resume.agent.workers import run_main, script_imports, supervisor, worker_request
 from elastic_resume.constants import EXIT_NO_STANDBY
 
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
@@ -178,7 +178,9 @@ def _serve(listener: socket.socket, control: socket.socket, spec: dict[str, Any]
     request = serve_requests(listener, control, BackgroundWork(spec, control))
     gc.enable()
     try:
-        run_main.run(become_worker(request))
+        command = become_worker(request)
+        script_imports.hide(("torch", *spec["preload"]), command, request.mask)
+        run_main.run(command)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

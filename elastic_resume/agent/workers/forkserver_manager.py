@@ -15,9 +15,11 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import select
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -41,6 +43,7 @@ BACKLOG = 1024  # limit of launcher shims that wait while the fork server import
 EXIT_POLL_S = 0.005  # poll interval on kernels without pidfd
 POLL_INTERVAL_S = 1.0  # time between checks of the fork server, and before the next one starts
 SLOW_IMPORT_S = 15.0  # imports that take longer are logged, since workers wait for them
+RANK_VARIABLE = re.compile(r"""["'](LOCAL_)?RANK["']""")
 spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # tests replace it
 
 
@@ -184,6 +187,34 @@ def _open_sockets(socket_name: str) -> tuple[socket.socket, socket.socket, socke
     listener.bind("\0" + socket_name)
     listener.listen(BACKLOG)
     return listener, *socket.socketpair()
+
+
+def find_start_hook() -> str | None:
+    """Return the file of a hook of Python's start that reads a rank: a forked worker would not run it again.
+
+    `site` runs sitecustomize, usercustomize, and the lines of ``.pth`` files that begin with ``import``.
+    """
+    modules = ["sitecustomize", "usercustomize"]
+    texts: dict[str, str] = {}
+    for directory in [*site.getsitepackages(), site.getusersitepackages()]:
+        for path in Path(directory).glob("*.pth"):
+            lines = [
+                line for line in _read_text(path).splitlines() if line.startswith(("import ", "import\t"))
+            ]
+            texts[str(path)] = "\n".join(lines)
+            modules += [line.split()[1].rstrip(";,") for line in lines]
+    for name in modules:
+        path_of = getattr(sys.modules.get(name), "__file__", None)
+        if path_of:
+            texts[path_of] = _read_text(Path(path_of))
+    return next((path for path, text in texts.items() if RANK_VARIABLE.search(text)), None)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 class ForkServerManager:

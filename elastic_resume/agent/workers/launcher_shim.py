@@ -157,23 +157,9 @@ def start_cold(command: list[str], signal_mask: "set[int]") -> "_socket.socket":
     if os.fork() == 0:
         connection.close()
         supervisor.fork_supervised_worker(supervisor_end, signal_mask)
-        exec_worker(command)
+        worker_request.execute(command)
     supervisor_end.close()
     return connection
-
-
-def exec_worker(command: list[str]) -> None:
-    """Replace this forked process by the command."""
-    # Python ignores these two at its start, and exec would pass that on to the worker.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a SIGINT before exec must not raise KeyboardInterrupt
-    try:
-        os.execvp(command[0], command)  # noqa: S606 - the user's own command
-    except OSError as error:
-        os.write(2, f"elastic_resume: cannot start {command[0]}: {error.strerror}\n".encode())
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 # ---- mirroring it --------------------------------------------------------------------------------------

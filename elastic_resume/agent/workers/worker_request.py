@@ -19,7 +19,10 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    import signal
+    from typing import Any, NoReturn
+else:
+    import _signal as signal
 
 ENV_PARKED = "ELASTIC_RESUME_PARKED"
 MAX_REQUEST_BYTES = 16 << 20
@@ -148,3 +151,17 @@ def replace_environment(environ: "dict[str, str]") -> None:
     for name, value in environ.items():
         if name and "=" not in name:  # the kernel passes such names on, but putenv refuses them
             os.environb[name.encode("latin-1")] = value.encode("latin-1")
+
+
+def execute(command: "list[str]") -> "NoReturn":
+    """Replace this forked process by the command."""
+    # Python ignores these two at its start, and exec would pass that on to the worker.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a SIGINT before exec must not raise KeyboardInterrupt
+    try:
+        os.execvp(command[0], command)  # noqa: S606 - the user's own command
+    except OSError as error:
+        os.write(2, f"elastic_resume: cannot start {command[0]}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)

@@ -1,0 +1,99 @@
+"""Give a script that changes the environment before an import what the import would read in a new process.
+
+Many scripts begin with ``os.environ["OMP_NUM_THREADS"] = "2"`` and import torch then. A forked worker has
+imported torch already, with the variables of the fork server. So what the fork server has imported is hidden
+until the script imports it (`hide`). If the script has changed a variable that the import reads, this process
+executes its command: the script begins again, as in a worker that starts cold. Otherwise the import returns
+the module that is there.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from elastic_resume.agent.workers import supervisor, worker_request
+from elastic_resume.constants import ENV_NEW_PROCESS, EXIT_NO_STANDBY
+
+# What torch and the libraries below it read when they are imported. PYTHON… and LD_… act on new processes
+# only, whoever sets them. CUDA_…, NCCL_… and GLOO_… are read later, where they are used.
+READ_BY_TORCH = ("TORCH", "PYTORCH_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_")
+READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
+
+
+def hide(packages: Iterable[str], command: Sequence[str], mask: Iterable[int]) -> None:
+    """Hide imported packages until the script imports one of them, and compare the environment then.
+
+    Args:
+        packages: names of modules that the fork server has imported; the package of each is hidden.
+        command: what this worker executes if a variable has changed.
+        mask: signals that are blocked when the command starts.
+
+    """
+    roots = {name.partition(".")[0] for name in packages} & sys.modules.keys()
+    names = [name for name in sys.modules if name.partition(".")[0] in roots]
+    hidden = {name: sys.modules.pop(name) for name in names}
+    sys.meta_path.insert(0, _HiddenPackages(roots, hidden, command, mask))
+
+
+def list_changed(before: dict[bytes, bytes], now: dict[bytes, bytes], packages: Iterable[str]) -> list[str]:
+    """Return the names of changed variables that one of the packages reads when it is imported."""
+    prefixes = (*READ_BY_TORCH, *(f"{name.upper()}_" for name in packages if name != "torch"))
+    names = {os.fsdecode(name) for name in {*before, *now} if before.get(name) != now.get(name)}
+    return sorted(n for n in names if n.startswith(prefixes) and not n.startswith(READ_LATER))
+
+
+class _HiddenPackages:
+    """Finder and loader of the hidden packages."""
+
+    def __init__(
+        self, roots: set[str], modules: dict[str, ModuleType], command: Sequence[str], mask: Iterable[int]
+    ) -> None:
+        self._roots, self._modules, self._command, self._mask = roots, modules, command, mask
+        self._environ = dict(os.environb)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return a spec for a hidden package, if the script has changed nothing that it reads."""
+        del path, target
+        if name not in self._roots:  # a submodule's package is imported first
+            return None
+        changed = list_changed(self._environ, dict(os.environb), self._roots)
+        if changed:
+            self._start_again(changed)
+        return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the package that is there."""
+        self._spec = self._modules[spec.name].__spec__
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Show all packages, and put back what `importlib` has replaced."""
+        module.__spec__ = self._spec
+        sys.meta_path.remove(self)
+        sys.modules.update(self._modules)
+
+    def _start_again(self, changed: list[str]) -> None:
+        """Execute this worker's command, with the environment of its start."""
+        if supervisor.ENV_STANDBY in os.environ:
+            message = (
+                f"elastic_resume: the script sets {', '.join(changed)} before it imports torch, so this "
+                "worker cannot start before its node joins; the other nodes wait for it. Set variables where "
+                "the command runs.\n"
+            )
+            os.write(2, message.encode())
+            os._exit(EXIT_NO_STANDBY)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os.environb.clear()
+        os.environb.update(self._environ)
+        os.environ[ENV_NEW_PROCESS] = f"{time.monotonic()} {', '.join(changed)}"
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        worker_request.execute(list(self._command))

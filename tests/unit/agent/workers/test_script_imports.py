@@ -1,0 +1,145 @@
+"""Imports of a forked worker's script find what is there, unless the environment has changed."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume.agent.workers import forkserver_manager, script_imports, worker_request
+from elastic_resume.constants import ENV_NEW_PROCESS, ENV_STANDBY, EXIT_NO_STANDBY
+
+
+class StartedAgain(Exception):  # noqa: N818
+    """The process would execute its command."""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """Import a package with a submodule as a fork server would, and hide it; return executed commands."""
+    (tmp_path / "loaded").mkdir()
+    (tmp_path / "loaded" / "__init__.py").write_text("number = 1")
+    (tmp_path / "loaded" / "part.py").write_text("number = 2")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    import loaded.part  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    loaded.number = loaded.part.number = 7  # a second import would lose these
+    executed: list[list[str]] = []
+
+    def execute(command: list[str]) -> None:
+        executed.append(command)
+        raise StartedAgain
+
+    monkeypatch.setattr(worker_request, "execute", execute)
+    script_imports.hide(["loaded"], ["python", "-u", "train.py"], set())
+    assert not {"loaded", "loaded.part"} & sys.modules.keys()
+    yield executed
+    for name in ("loaded", "loaded.part"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import loaded",
+        "from loaded import part",
+        "import loaded.part as part; import loaded",
+        "from loaded.part import number; assert number == 7; import loaded",
+        "import importlib; part = importlib.import_module('loaded.part'); import loaded",
+    ],
+)
+def test_each_way_to_import_finds_what_is_there(package: list[list[str]], code: str) -> None:
+    """Nothing runs a second time, and the finder is gone."""
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102
+    loaded = sys.modules["loaded"]
+    assert (loaded.number, loaded.part.number) == (7, 7)
+    assert loaded.__spec__ is not None
+    assert loaded.__spec__.origin is not None
+    assert not any(isinstance(finder, script_imports._HiddenPackages) for finder in sys.meta_path)
+    assert not package
+
+
+def test_changed_variable_starts_the_script_again(
+    package: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the environment of its first start, and a note of what was changed."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "31")
+    monkeypatch.setenv("UNRELATED", "1")
+    with pytest.raises(StartedAgain):
+        import loaded  # noqa: F401, PLC0415
+    assert package == [["python", "-u", "train.py"]]
+    assert os.environ.pop(ENV_NEW_PROCESS).split()[1:] == ["OMP_NUM_THREADS"]
+    assert "UNRELATED" not in os.environ
+
+
+def test_standby_ends(
+    package: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A new process would not see that its script reads RANK."""
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setenv(ENV_STANDBY, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "31")
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit) as ended:
+        import loaded  # noqa: F401, PLC0415
+    assert ended.value.code == EXIT_NO_STANDBY
+    assert "the script sets OMP_NUM_THREADS before it imports torch" in capfd.readouterr().err
+    assert not package
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({b"TORCH_LOGS": b"+dynamo"}, ["TORCH_LOGS"]),
+        ({b"OMP_NUM_THREADS": None}, ["OMP_NUM_THREADS"]),
+        (
+            {b"TORCHINDUCTOR_CACHE_DIR": b"/x", b"MKL_NUM_THREADS": b"1"},
+            ["MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"],
+        ),
+        ({b"LOADED_MODE": b"1"}, ["LOADED_MODE"]),
+        ({b"CUDA_VISIBLE_DEVICES": b"1", b"NCCL_DEBUG": b"INFO", b"TORCH_NCCL_BLOCKING_WAIT": b"1"}, []),
+        ({b"PYTHONHASHSEED": b"0", b"TOKENIZERS_PARALLELISM": b"false", b"RANK": b"3"}, []),
+        ({}, []),
+    ],
+)
+def test_changed_variables_are_those_that_an_import_reads(
+    changes: dict[bytes, bytes | None], names: list[str]
+) -> None:
+    """A package named by --preload reads those that begin with its name."""
+    before = {b"OMP_NUM_THREADS": b"1", b"HOME": b"/root"}
+    now = {name: value for name, value in (before | changes).items() if value is not None}
+    assert script_imports.list_changed(before, now, ["torch", "loaded"]) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("sitecustomize.py", 'import os\nrank = os.environ.get("RANK", "0")\n', True),
+        ("sitecustomize.py", "import os\nos.environ['LOCAL_RANK']\n", True),
+        ("sitecustomize.py", "FRANK = 1\n", False),
+        ("own.pth", "import os; os.environ.get('RANK')\n", True),
+        ("own.pth", "# 'RANK'\n/some/path\n", False),
+    ],
+)
+def test_start_hook_that_reads_a_rank_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, found: bool
+) -> None:
+    """Python runs these files at its start, when a fork server has no rank."""
+    (tmp_path / name).write_text(text)
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path / "none"))
+    if name.endswith(".py"):
+        module = type(sys)("sitecustomize")
+        module.__file__ = str(tmp_path / name)
+        monkeypatch.setitem(sys.modules, "sitecustomize", module)
+    assert forkserver_manager.find_start_hook() == (str(tmp_path / name) if found else None)
