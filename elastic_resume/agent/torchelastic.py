@@ -552,12 +552,20 @@ def _configure_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
     """Let torchelastic handle the drain signals too, and give supervisors time to end workers."""
     if hasattr(config, "signals_to_handle"):
         signals = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
+        signals = [name for name in signals if not _is_ignored(name)]
         config.signals_to_handle = ",".join(dict.fromkeys([*signals, *args.drain_signals]))
     grace_s = options.resolve_grace_s(args, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)
     if grace_s is not None and timeout_s is not None:
         # torchelastic kills launcher shims after it; they end some seconds after their workers.
         config.shutdown_timeout = max(timeout_s, math.ceil(grace_s) + 15)
+
+
+def _is_ignored(name: str) -> bool:
+    """Return whether this process was started with the signal ignored, as by nohup or ``&`` in a script."""
+    return (
+        name in {"SIGHUP", "SIGINT", "SIGQUIT"} and signal.getsignal(signal.Signals[name]) is signal.SIG_IGN
+    )
 
 
 def run_workers(spec: LaunchSpec, controller: RestartController, session: RendezvousSession) -> None:

@@ -241,7 +241,7 @@ def make_node_mesh() -> Any:
     node_mesh.owns_world = not dist.is_initialized()
     with node_mesh.connections.record():
         if node_mesh.owns_world:
-            atexit.register(_destroy_default_group)
+            atexit.register(_destroy_default_group, os.getpid())
             if _has_launcher():
                 _create_default_group([])
             else:
@@ -282,8 +282,10 @@ def _reset_group_names() -> None:
         world.group_count = 0
 
 
-def _destroy_default_group() -> None:
-    _destroy_process_groups([], destroy_default=True)
+def _destroy_default_group(owner: int) -> None:
+    """Destroy the group at the exit of ``owner``; a child that it forks inherits the registration."""
+    if os.getpid() == owner:
+        _destroy_process_groups([], destroy_default=True)
 
 
 def _destroy_process_groups(groups: list[dist.ProcessGroup], destroy_default: bool) -> None:

@@ -101,8 +101,12 @@ class _ExceptHook:
         self.events = events
         self.previous_hook = previous_hook
         self.base_hook = base_hook
+        self._pid = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self._pid:  # a child that the script has forked: its failure is not the rank's
+            self.previous_hook(kind, error, trace)
+            return
         DrainRequest.terminate_instead_of_raising(kind)
         unwritten_before = self.events.unwritten_count
         fields = _describe_error(error, trace)

@@ -63,6 +63,32 @@ def test_crash_through_two_hooks_emits_one_event(tmp_path: Path) -> None:
     assert printed.count("ValueError: boom") == 1
 
 
+FORKED = """
+import os
+child = os.fork()
+if child == 0:
+    raise worker_exit.UsageError("of a helper process")
+print("child status", os.waitpid(child, 0)[1], file=sys.stderr)
+"""
+
+
+def test_crash_of_a_forked_child_is_not_the_ranks(tmp_path: Path) -> None:
+    """The child's traceback is printed, also where the agent would print the rank's."""
+    with (
+        open(tmp_path / "log", "a") as output,
+        subprocess.Popen(["sleep", "60"], stderr=output) as agent,
+    ):
+        environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_GENERATION: "1"}
+        printed, found = crash(tmp_path, FORKED, **environ)
+        agent.kill()
+    assert printed.startswith("Traceback")
+    assert printed.splitlines()[-2:] == [
+        "elastic_resume.errors.UsageError: of a helper process",
+        "child status 256",
+    ]
+    assert found == []
+
+
 BOOM = "raise ValueError('boom')"
 BEHIND_TORCHS_HOOK = (
     "inner = sys.excepthook; sys.excepthook = lambda *error: inner(*error)\n"

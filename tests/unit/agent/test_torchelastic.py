@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,14 @@ def prepare(*words: str) -> torchelastic.LaunchSpec:
     here = environment.read_context(os.environ)
     with torchelastic.prepare_launch(args, given, "job", here) as spec:
         return spec
+
+
+def test_signal_that_is_ignored_at_the_start_stays_ignored() -> None:
+    """As by nohup: the end of the terminal is not the end of the job. A drain signal is handled all the same."""
+    assert prepare().config.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    assert prepare().config.signals_to_handle == "SIGTERM,SIGQUIT,SIGUSR1"
 
 
 def test_each_start_of_workers_has_its_own_logs(tmp_path: Path) -> None:
@@ -252,12 +261,12 @@ def test_standby_begins_before_the_node_joins_and_when_it_learns_the_cost() -> N
     assert [c.args for c in calls.standby.start_missing.mock_calls] == [(own,), (leaders,)]
 
 
-@pytest.mark.parametrize(("code", "signal"), [(-9, "SIGKILL"), (3, "")])
-def test_end_of_a_worker_without_evidence_reaches_other_nodes(code: int, signal: str) -> None:
+@pytest.mark.parametrize(("code", "name"), [(-9, "SIGKILL"), (3, "")])
+def test_end_of_a_worker_without_evidence_reaches_other_nodes(code: int, name: str) -> None:
     """No message holds a negative number: receivers would drop the connection, and never learn of the end."""
     error = ChildFailedError("train.py", {1: ProcessFailure(1, 77, code, "no such file")})
     failure = torchelastic._make_failure("b", error)
-    assert getattr(failure.cause, "signal", None) == signal
+    assert getattr(failure.cause, "signal", None) == name
     message = FailJob(GaveUp("b", RestartsExhausted(failure)))
     line = protocol.encode(Header(1, 1), message)
     assert protocol.decode(line.rstrip())[1] == message
