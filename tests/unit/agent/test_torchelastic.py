@@ -52,7 +52,7 @@ def prepare(*words: str) -> torchelastic.LaunchSpec:
 
 
 def test_signal_that_is_ignored_at_the_start_stays_ignored() -> None:
-    """As by nohup: the end of the terminal is not the end of the job. A drain signal is handled all the same."""
+    """As by nohup: the end of the terminal is not the end of the job. A drain signal is handled."""
     assert prepare().config.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
