@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -74,7 +75,7 @@ def changed_shim(
     change: str, environ: dict[str, str], *command: str, **kwargs: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a launcher shim whose clock or limits a line of Python changes; kill it at the end."""
-    begin = "sys.path.insert(0, sys.argv[1]); import launcher_shim, supervisor"
+    begin = "sys.path.insert(0, sys.argv[1]); import launcher_shim, supervisor, children"
     code = f"import os, sys, time; {begin}; {change}; launcher_shim.main(sys.argv[2:])"
     words = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher_shim.__file__).parent), "0", *command]
     process = subprocess.Popen(words, env=environ, start_new_session=True, **kwargs)
@@ -86,7 +87,7 @@ def changed_shim(
 
 
 # How long shim and supervisor wait for what does not end.
-SHORT_LIMITS = "launcher_shim.REPORT_TIMEOUT_S = supervisor.KILL_TIMEOUT_S = 0.5"
+SHORT_LIMITS = "launcher_shim.REPORT_TIMEOUT_S = children.KILL_TIMEOUT_S = 0.5"
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -297,11 +298,40 @@ def test_orphans_of_worker_are_killed(start: Any, tmp_path: Path) -> None:
     assert not any(is_alive(wait_for_pid(path)) for path in (other_session, daemon))
 
 
+def test_upload_that_a_successful_worker_leaves_ends_within_the_grace(start: Any, tmp_path: Path) -> None:
+    """One line names it. The node's next worker, if any, waits for it."""
+    upload = f"trap '' TERM HUP; sleep 0.4; echo done > {tmp_path / 'uploaded'}"
+    process = start("/bin/sh", "-c", f'setsid sh -c "{upload}" </dev/null & exit 0')
+    assert process.wait(30) == 0
+    assert (tmp_path / "uploaded").read_text() == "done\n"
+
+
+@pytest.mark.usefixtures("lease_page")
+def test_what_stays_longer_is_stopped_and_named(
+    environ: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM comes first. A drain, or the end of the agent, waits for nothing."""
+    left = tmp_path / "left"
+    loop = "while :; do sleep 0.05; done"
+    command = f'(trap "echo stopped > {left}.term; exit" TERM; echo $$ > {left}; {loop}) & exit 0'
+    with changed_shim("pass", environ | {constants.ENV_GRACE: "0.3"}, "/bin/sh", "-c", command) as process:
+        assert process.wait(30) == 0
+    assert (tmp_path / "left.term").read_text() == "stopped\n"
+    assert re.search(
+        r"rank \d has ended well and left '.*' \(process \d+\): they have 0.3 s", capfd.readouterr().err
+    )
+    left.unlink()
+    with changed_shim("pass", environ | {constants.ENV_GRACE: "600"}, "/bin/sh", "-c", command) as process:
+        wait_for_pid(left)
+        process.terminate()
+        assert process.wait(30) == 0
+
+
 @pytest.mark.usefixtures("lease_page")
 def test_failed_worker_leaves_orphans_no_time(environ: dict[str, str], tmp_path: Path) -> None:
     """The next generation waits for them; those of a worker that succeeded may clean up."""
     command = f"sleep 600 & echo $! > {tmp_path / 'orphan'}; exit 3"
-    with changed_shim("supervisor.LEFTOVERS_GRACE_S = 600", environ, "/bin/sh", "-c", command) as process:
+    with changed_shim("children.LEFTOVERS_GRACE_S = 600", environ, "/bin/sh", "-c", command) as process:
         assert process.wait(30) == 3
         assert not is_alive(wait_for_pid(tmp_path / "orphan"))
 

@@ -50,7 +50,7 @@ from typing import Any, NoReturn
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # scripts must not import the modules of this directory
 
-from elastic_resume.agent.workers import run_main, script_imports, supervisor, worker_request
+from elastic_resume.agent.workers import children, run_main, script_imports, supervisor, worker_request
 from elastic_resume.constants import EXIT_NO_STANDBY
 
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
@@ -252,12 +252,12 @@ class BackgroundWork:
         self.changed_variables = {k: v for k, v in now.items() if self.environ.get(k) != v}
         _reap(supervisors)
         # What a supervisor that was killed meanwhile has left is a child of this process too.
-        children = set(supervisor.list_children()) - supervisors if supervisors == before else set()
-        obstacle = find_fork_obstacle(children) or (_test_fork() if name in self._preload else "")
+        started = set(children.list_all()) - supervisors if supervisors == before else set()
+        obstacle = find_fork_obstacle(started) or (_test_fork() if name in self._preload else "")
         if obstacle:
             _send_status(self._control, {"fork_unsafe_module": name, "reason": obstacle})
-            for child in children:
-                supervisor.kill(child)
+            for child in started:
+                children.kill(child)
             os._exit(1)  # sys.exit would wait for the module's threads
         if not self._pending:
             self._finish_imports()
@@ -297,10 +297,10 @@ def move_into_huge_pages(address: int, size: int) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def find_fork_obstacle(children: set[int]) -> str:
+def find_fork_obstacle(started: set[int]) -> str:
     """Return why a fork of this process would lack something; empty if it would not.
 
-    ``children`` are processes that an import has started.
+    ``started`` are processes that an import has started.
     """
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
@@ -308,7 +308,7 @@ def find_fork_obstacle(children: set[int]) -> str:
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         return f"it starts threads ({', '.join(threads)[:200]}), which do not survive a fork"
-    if children:
+    if started:
         return "it starts processes, which workers would not have"
     return ""
 
@@ -329,7 +329,7 @@ def _test_fork() -> str:
         if os.waitpid(pid, os.WNOHANG)[0]:
             return ""
         time.sleep(0.005)
-    supervisor.kill(pid)
+    children.kill(pid)
     os.waitpid(pid, 0)
     return "it uses native threads, and a fork of it hangs in torch"
 
@@ -423,8 +423,8 @@ def _reap(supervisor_pids: set[int]) -> None:
 def _reap_supervisors(supervisor_pids: set[int]) -> None:
     """Reap supervisors that have ended, and kill the orphans of those that were killed."""
     _reap(supervisor_pids)
-    for orphan in set(supervisor.list_children()) - supervisor_pids:
-        supervisor.kill(orphan)
+    for orphan in set(children.list_all()) - supervisor_pids:
+        children.kill(orphan)
 
 
 def receive_request(connection: socket.socket, environ: dict[str, str]) -> WorkerRequest:

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-    from elastic_resume.agent.workers import supervisor, worker_request
+    from elastic_resume.agent.workers import children, supervisor, worker_request
 else:
     import _signal as signal
 
     sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120 - pathlib would cost a third of the start
+    import children
     import supervisor
     import worker_request
 
@@ -177,13 +178,13 @@ def forward_until_exit(connection: "_socket.socket", forwarded: "set[int]", sign
     poll.register(connection, select.POLLIN)
     poll.register(wakeup_read, select.POLLIN)
     stop_signals = read_stop_signals()
-    stop_timeout_s = supervisor.read_grace_s() + supervisor.KILL_TIMEOUT_S + REPORT_TIMEOUT_S
+    stop_timeout_s = supervisor.read_grace_s() + children.KILL_TIMEOUT_S + REPORT_TIMEOUT_S
     unread, supervisor_pid, deadline = b"", 0, supervisor.INFINITY
     while True:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             # The supervisor is stopped. When it is killed, the kernel kills its worker.
-            supervisor.kill(supervisor_pid)
+            children.kill(supervisor_pid)
             deadline = remaining_s = supervisor.INFINITY
         for descriptor, _ in poll.poll(None if remaining_s == supervisor.INFINITY else remaining_s * 1000):
             if descriptor == wakeup_read:
@@ -212,7 +213,7 @@ def report_lost_supervisor() -> int:
     supervisor.write_worker_exit(
         None, status, stopped_at=None, lease_expired=False, message="its worker supervisor was killed"
     )
-    supervisor.kill_leftovers(supervisor.LeaseView(None), at_once=True)
+    children.kill_all(supervisor.LeaseView(None).remaining_s, at_once=True)
     return status
 
 

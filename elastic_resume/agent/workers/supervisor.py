@@ -69,9 +69,10 @@ else:
     import _signal as signal  # the module `signal` makes enums of the numbers, which would cost 7 ms
 
 if TYPE_CHECKING or __package__:
-    from elastic_resume.agent.workers import worker_request
+    from elastic_resume.agent.workers import children, worker_request
 else:
-    import worker_request  # the launcher shim imports both without the package
+    import children  # the launcher shim imports these without the package
+    import worker_request
 
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
@@ -101,11 +102,6 @@ WATCH_POLL_INTERVAL_S = 0.002  # while the worker waits for the end of its gener
 RESUME_TIMEOUT_S = 1.0  # for a parked worker to take a message that is larger than the socket's buffer
 
 DEFAULT_GRACE_S = 5.0
-# Children of a worker often end by themselves after it and clean up shared memory (multiprocessing's resource
-# tracker, torch_shm_manager). A longer wait would delay the restart.
-LEFTOVERS_GRACE_S = 0.1
-# SIGKILL does not end a process in uninterruptible sleep, and torchelastic must not wait for one.
-KILL_TIMEOUT_S = 5.0
 # The lease is polled, since an agent may be stopped before it can send anything. The end of a lease is
 # noticed within a millisecond, an early revocation within this time.
 LEASE_POLL_INTERVAL_S = 0.05
@@ -225,12 +221,18 @@ class WorkerSupervisor:
         if status is None:
             self._write_exit(int(signal.SIGKILL), stuck=True)
             send(self._connection, b"stuck %d\n" % self._worker)
-            while reap_children(self._worker) is None:
+            while children.reap(self._worker) is None:
                 time.sleep(1.0)
             return
         if status != 0 and self._stopped_at is None:
             self._lease.record_failure()
-        kill_leftovers(self._lease, at_once=self._lease.has_no_grace())
+        has_time = status == 0 and not self._stop_requested  # a next generation does not wait for them
+        children.kill_all(
+            self._lease.remaining_s,
+            at_once=self._lease.has_no_grace(),
+            grace_s=read_grace_s() if has_time else children.LEFTOVERS_GRACE_S,
+            connection=self._connection,
+        )
         self._write_exit(status)
         if self._lease_expired and not self._stop_requested and self._wait_for_agent():
             status = int(signal.SIGKILL)
@@ -251,17 +253,17 @@ class WorkerSupervisor:
     def _wait_for_worker(self) -> "int | None":
         """Return the worker's wait status, or None if SIGKILL did not end it in time."""
         while True:
-            status = reap_children(self._worker)
+            status = children.reap(self._worker)
             if status is not None:
                 return status
             now = now_s()
             timeout_s = self._check_generation(now) if self._listener is None else self._check_parked()
             if timeout_s is None or now >= self._kill_at:
-                kill(self._worker)
+                children.kill(self._worker)
                 if self._killed_at == INFINITY and self._park_until < INFINITY:
                     self._was_late_to_park = self._link.is_restartable and not self._link.is_parked
                 timeout_s, self._killed_at = LEASE_POLL_INTERVAL_S, min(self._killed_at, now)
-                if now - self._killed_at > KILL_TIMEOUT_S:
+                if now - self._killed_at > children.KILL_TIMEOUT_S:
                     return None
             for descriptor, _ in self._poll.poll(max(0.0, timeout_s) * 1000):
                 if descriptor == self._wakeup_read:
@@ -319,7 +321,7 @@ class WorkerSupervisor:
         if not signal_number or ENV_STANDBY in os.environ:
             self._kill_at = 0.0
         elif not (self._stop_requested or self._lease.has_no_grace() or self._is_over()):
-            send_signal(self._worker, signal.SIGTERM)
+            children.send_signal(self._worker, signal.SIGTERM)
             self._kill_at = min(self._kill_at, now_s() + read_grace_s())
         self._stop_requested = True
         if self._stopped_at is None:
@@ -595,67 +597,6 @@ class SnapshotCopyMonitor:
 
 
 # ---- processes -----------------------------------------------------------------------------------------
-
-
-def kill(pid: int) -> None:
-    """Send SIGKILL to ``pid``, unless it has ended."""
-    send_signal(pid, signal.SIGKILL)
-
-
-def send_signal(pid: int, signal_number: int) -> None:
-    """Send a signal to ``pid``, unless it has ended or its number belongs to another user's process."""
-    try:  # noqa: SIM105 - see `send`
-        os.kill(pid, signal_number)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def reap_children(worker: int) -> "int | None":
-    """Reap every child that has ended; return the wait status of ``worker`` if it is among them."""
-    worker_status = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return worker_status
-        if pid == 0:
-            return worker_status
-        if pid == worker:
-            worker_status = status
-
-
-def kill_leftovers(lease: LeaseView, *, at_once: bool) -> None:
-    """Kill all children of this process, also those that it adopts when their parents end."""
-    start = time.monotonic()
-    while True:
-        reap_children(0)
-        children = list_children()
-        elapsed_s = time.monotonic() - start
-        if not children or elapsed_s > KILL_TIMEOUT_S:
-            return
-        if at_once or elapsed_s >= LEFTOVERS_GRACE_S or lease.remaining_s() <= 0:
-            for pid in children:
-                kill(pid)
-        time.sleep(0.002)
-
-
-def list_children() -> "list[int]":
-    """Return the direct children of this process, adopted ones included."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(pid) for pid in file.read().split()]
-    except OSError:
-        pass  # the kernel lacks CONFIG_PROC_CHILDREN, or this process has changed its user
-    children = []
-    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - see `send`
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                # The command's name is in parentheses and may contain any text; state and parent follow.
-                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
-                    children.append(int(name))
-        except (OSError, ValueError, IndexError):
-            continue
-    return children
 
 
 # ---- events --------------------------------------------------------------------------------------------

@@ -1,0 +1,126 @@
+"""End the processes that a worker has left: its supervisor's children, adopted ones included.
+
+As `supervisor.py`, this module imports little and only the standard library.
+"""
+
+import os
+import select
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import _socket
+    import signal
+    from collections.abc import Callable
+else:
+    import _signal as signal
+
+# Children of a worker often end by themselves after it and clean up shared memory (multiprocessing's resource
+# tracker, torch_shm_manager). A longer wait would delay the restart.
+LEFTOVERS_GRACE_S = 0.1
+LEFTOVERS_TERM_S = 1.0  # between SIGTERM and SIGKILL for what a successful worker has left
+# SIGKILL does not end a process in uninterruptible sleep, and torchelastic must not wait for one.
+KILL_TIMEOUT_S = 5.0
+
+
+def kill(pid: int) -> None:
+    """Send SIGKILL to ``pid``, unless it has ended."""
+    send_signal(pid, signal.SIGKILL)
+
+
+def send_signal(pid: int, signal_number: int) -> None:
+    """Send a signal to ``pid``, unless it has ended or its number belongs to another user's process."""
+    try:  # noqa: SIM105 - contextlib would cost time at the start
+        os.kill(pid, signal_number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def reap(worker: int) -> "int | None":
+    """Reap every child that has ended; return the wait status of ``worker`` if it is among them."""
+    worker_status = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return worker_status
+        if pid == 0:
+            return worker_status
+        if pid == worker:
+            worker_status = status
+
+
+def kill_all(
+    remaining_s: "Callable[[], float]",
+    *,
+    at_once: bool,
+    grace_s: float = LEFTOVERS_GRACE_S,
+    connection: "_socket.socket | None" = None,
+) -> None:
+    """Kill all children of this process, also those that it adopts when their parents end.
+
+    They have ``grace_s``, while the lease has ``remaining_s()``. If that is long, they are named, and get
+    SIGTERM before SIGKILL. A message of the launcher shim at ``connection``, or its end, ends the wait.
+    """
+    start, killed_at, named = time.monotonic(), float("inf"), False
+    while True:
+        reap(0)
+        pids, now = list_all(), time.monotonic()
+        if not pids or now - killed_at > KILL_TIMEOUT_S:
+            return
+        at_once = at_once or remaining_s() <= 0 or _has_message(connection)
+        if now - start >= LEFTOVERS_GRACE_S < grace_s and not named and not at_once:
+            named = True
+            write_names(pids, grace_s)
+        if at_once or now - start >= grace_s:
+            at_once = at_once or not named or now - killed_at > LEFTOVERS_TERM_S
+            killed_at = min(killed_at, now)
+            for pid in pids:
+                send_signal(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+        time.sleep(0.05 if named else 0.002)
+
+
+def _has_message(connection: "_socket.socket | None") -> bool:
+    """Return whether the launcher shim has sent a signal, or has ended."""
+    if connection is None or connection.fileno() < 0:
+        return False
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def write_names(pids: "list[int]", grace_s: float) -> None:
+    """Print which processes a successful worker has left."""
+    names = []
+    for pid in pids[:3]:
+        try:
+            with open(f"/proc/{pid}/cmdline", errors="replace") as file:
+                names.append(f"{file.read().replace(chr(0), ' ').strip()[:100]!r} (process {pid})")
+        except OSError:
+            continue
+    if not names:
+        return
+    text = (
+        f"elastic_resume: rank {os.environ.get('RANK', '?')} has ended well and left {', '.join(names)}: "
+        f"they have {grace_s:g} s to end (--grace), then SIGTERM.\n"
+    )
+    os.write(2, text.encode(errors="replace"))
+
+
+def list_all() -> "list[int]":
+    """Return the direct children of this process, adopted ones included."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        pass  # the kernel lacks CONFIG_PROC_CHILDREN, or this process has changed its user
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - pathlib would cost time at the start
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                # The command's name is in parentheses and may contain any text; state and parent follow.
+                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                    found.append(int(name))
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
