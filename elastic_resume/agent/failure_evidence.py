@@ -12,8 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_resume import events
-from elastic_resume.agent.workers.lease_page import create_anonymous_file
+from elastic_resume import events, linux
 from elastic_resume.background import BackgroundThread
 from elastic_resume.machine import MemoryCgroup, read_fields
 from elastic_resume.policy.failure_classification import Failure, MemoryPressure
@@ -33,7 +32,7 @@ class FailureEvents:
     """
 
     def __init__(self) -> None:
-        self._descriptor = create_anonymous_file("elastic_resume-evidence")
+        self._descriptor = linux.create_anonymous_file("elastic_resume-evidence")
         # torchelastic passes no descriptors on, so supervisors and workers open this name.
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 

@@ -304,7 +304,12 @@ class HangDetector:
 
     def _kill_workers(self, records: Sequence[ProgressRecord]) -> None:
         for record in records:
-            stack_dump.kill(record)
+            if not stack_dump.kill(record) and stack_dump.is_alive(record):
+                logger.warning(
+                    "local rank %d hangs, and its process %d could not be killed: kill it by hand.",
+                    record.local_rank,
+                    record.worker.pid,
+                )
 
     def _report_hang(self, hang: Hang) -> None:
         """Write event, log line and report in a thread: a disk that hangs must not prevent the kill."""

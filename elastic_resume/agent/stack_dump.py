@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_resume import linux
 from elastic_resume.policy.flight_recorder import parse_dumps
 from elastic_resume.policy.hangs import RankEvidence, StackFrame
 from elastic_resume.policy.wording import describe_collective
@@ -263,19 +264,23 @@ def _sample_process(record: ProgressRecord) -> _ProcessSample | None:
 
 def _send_signal(record: ProgressRecord, signal_number: int) -> bool:
     try:
-        handle = os.pidfd_open(record.worker.pid)
-    except OSError:
-        return False
+        handle = linux.pidfd_open(record.worker.pid)
+    except OSError:  # it has ended; or the kernel is older than 5.3, or a filter forbids the call
+        handle = -1
     try:
-        # Checked while we hold the pidfd: the process ID cannot be recycled any more.
+        # With a pidfd the process ID cannot be recycled from here on.
         if _sample_process(record) is None:
             return False
-        signal.pidfd_send_signal(handle, signal_number)
+        if handle >= 0:
+            linux.pidfd_send_signal(handle, signal_number)
+        else:
+            os.kill(record.worker.pid, signal_number)
         return True
     except OSError:
         return False
     finally:
-        os.close(handle)
+        if handle >= 0:
+            os.close(handle)
 
 
 def _open_worker_descriptor(record: ProgressRecord, descriptor: int, link_prefix: str, flags: int) -> int:

@@ -8,12 +8,16 @@ would fail. Run it like the job itself: ``srun elastic-resume doctor``.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import importlib.util
 import math
 import os
 import platform
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,9 +26,10 @@ from typing import Any
 
 import psutil
 
-from elastic_resume import __version__, console, constants, gpus, machine
+from elastic_resume import __version__, console, constants, gpus, linux, machine
+from elastic_resume.checkpoint.atomic_io import DISK
 from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
-from elastic_resume.errors import ConfigError
+from elastic_resume.errors import ConfigError, MachineError
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.report.formatting import format_bytes, write_stdout
 from elastic_resume.schedulers import environment, slurm
@@ -167,6 +172,7 @@ def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Find
         _check_disk(ckpt_dir, environ),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
     ]
+    found += check_system_calls()
     token = "set" if environ.get(constants.ENV_TOKEN) else "not set"
     if "SLURM_JOB_ID" in environ and token == "not set":  # noqa: S105
         token = "created in the shared directory if there are several nodes"  # noqa: S105
@@ -177,6 +183,67 @@ def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Find
         problem = str(error).rstrip(".")
     found.append(Finding("token", token, constants.ENV_TOKEN, problem))
     return [*found, *_check_grace(environ)]
+
+
+def check_system_calls() -> list[Finding]:
+    """Try what each run needs of the kernel, of Python and of the temporary directory."""
+    checks = {
+        "memory files": (_try_memfd, "a run needs memfd_create(2)"),
+        "pidfd": (_try_pidfd, ""),
+        "sockets": (_try_sockets, "a run needs unix and TCP sockets"),
+        "temporary files": (_try_temporary_file, "set TMPDIR to a directory that can be written"),
+    }
+    found = []
+    for name, (check, remedy) in checks.items():
+        try:
+            found.append(Finding(name, check()))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            found.append(Finding(name, "none", remedy, f"{name}: {reason}; {remedy}"))
+    return found
+
+
+def _try_memfd() -> str:
+    os.close(linux.create_anonymous_file("elastic_resume-doctor"))
+    return "work"
+
+
+def _try_pidfd() -> str:
+    try:
+        descriptor = linux.pidfd_open(os.getpid())
+    except OSError as error:
+        return f"none ({error.strerror}): a process is known by its number and start time"
+    os.close(descriptor)
+    return "works"
+
+
+def _try_sockets() -> str:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket() as tcp:
+        listener.bind(f"\0elastic_resume-doctor-{os.getpid()}")
+        tcp.bind(("", 0))
+        tcp.listen(1)
+    return "work"
+
+
+def _try_temporary_file() -> str:
+    with tempfile.NamedTemporaryFile(prefix="elastic_resume_") as file:
+        return f"in {Path(file.name).parent}"
+
+
+def find_directory_problem(directory: Path) -> str:
+    """Try locks and a durable file in a directory that exists; return what fails, or an empty text."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".elastic_resume-doctor-", dir=directory) as name:
+            path = Path(name) / "file"
+            DISK.write_atomic(path, b"x")
+            with open(path) as first, open(path) as second:
+                fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return "flock(2) grants a lock twice, so two jobs could write there: mount it with locks"
+    except (OSError, MachineError) as error:
+        return f"a file cannot be locked or made durable there: {error}"
+    return ""
 
 
 def check_installation(workers: int = 1) -> list[Finding]:
@@ -266,6 +333,8 @@ def _check_disk(ckpt_dir: str | None, environ: Mapping[str, str]) -> Finding:
         return Finding("checkpoints", shown, source, f"{existing} has no space left: {source}")
     if not os.access(existing, os.W_OK):
         return Finding("checkpoints", shown, source, f"{existing} cannot be written to: {source}")
+    if problem := find_directory_problem(existing):
+        return Finding("checkpoints", shown, source, f"{existing}: {problem}: {source}")
     volume = f", volume of {format_bytes(limit)}" if limit is not None else ""
     value = f"{directory}: {format_bytes(free)} free"
     return Finding("checkpoints", value, f"{source}{volume}")

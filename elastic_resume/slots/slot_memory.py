@@ -65,6 +65,7 @@ from typing import Any, Union
 
 import xxhash
 
+from elastic_resume import linux
 from elastic_resume.checkpoint.atomic_io import memory_address
 from elastic_resume.checkpoint.json_codec import TAG
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Position
@@ -100,7 +101,6 @@ _RECORDS_START = COPYING_START + MAX_LOCAL_RANKS
 CONTROL_BLOCK_BYTES = -(-(_RECORDS_START + MAX_SLOTS * _RECORD_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # from linux/mman.h; Python's mmap lacks it
 _POPULATE_CHUNK_BYTES = 32 << 20
-_MFD_NOEXEC_SEAL = 0x0008
 _F_SEAL_SHRINK_GROW = 0x0002 | 0x0004
 _F_ADD_SEALS = 1033
 _MERGE_DEPTH = 3  # an object, its param_groups, one group; deeper levels are wholly static or dynamic
@@ -530,10 +530,7 @@ def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:
         OSError: there is not enough memory.
 
     """
-    try:  # a hardened kernel (vm.memfd_noexec=2) refuses executable memory files
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
-    except OSError:  # Linux before 6.3 lacks the flag
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = linux.create_anonymous_file(name, may_seal=True)
     try:
         os.ftruncate(descriptor, size)
         if allocate or not can_populate_pages():

@@ -38,7 +38,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 
 import psutil
 
-from elastic_resume import constants, failpoints
+from elastic_resume import constants, failpoints, linux
 from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main, worker_request
 from elastic_resume.agent.workers.forkserver_manager import ForkedProcess, has_ended
 from elastic_resume.errors import MachineError
@@ -120,7 +120,7 @@ def wait_for_exit(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         if not process.is_running():
             return
-        descriptor = os.pidfd_open(process.pid)
+        descriptor = linux.pidfd_open(process.pid)
         try:
             waiting = select.poll()  # select() refuses descriptors above 1023
             waiting.register(descriptor, select.POLLIN)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic_resume import constants
+from elastic_resume import constants, linux
 from elastic_resume.ranks.rank_context import RankContext, assigned_generation
 from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess, read_start_ticks
 
@@ -130,7 +130,7 @@ def _describe_worker(rank: int) -> WorkerProcess:
 
 def _start_responder() -> tuple[int, int]:
     """Create the memfd for answers and start the thread; return the memfd and the pipe's writing end."""
-    stacks_fd = os.memfd_create("elastic_resume-stacks", os.MFD_CLOEXEC)
+    stacks_fd = linux.create_anonymous_file("elastic_resume-stacks")
     fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
     read_fd, write_fd = os.pipe()

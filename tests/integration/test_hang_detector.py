@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import constants
+from elastic_resume import constants, linux
 from elastic_resume.agent import shutdown, stack_dump
 from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect_hangs
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
@@ -322,6 +323,33 @@ def test_later_kill_does_not_wait_for_finished_rank(tmp_path: Path, stage: Stage
             stage.detector.poll(1.0)
         wait_for(lambda: stage.is_killed, "the worker to be dead")
         finished.kill()
+
+
+def test_hung_worker_is_killed_on_a_kernel_without_pidfd(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is known by its number and start time."""
+
+    def refuse(_: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(linux, "pidfd_open", refuse)
+    stage.hang(polls=8)
+    wait_for(lambda: stage.is_killed, "the worker to be dead")
+
+
+def test_worker_that_cannot_be_killed_is_named(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody says that it was killed."""
+
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(linux, "pidfd_send_signal", refuse)
+    stage.hang(polls=8)
+    assert "could not be killed: kill it by hand." in caplog.text
+    assert not stage.is_killed
 
 
 @pytest.mark.parametrize(

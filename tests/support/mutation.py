@@ -53,6 +53,7 @@ _IO = "elastic_resume/checkpoint/atomic_io.py"
 _TRANSFER = "elastic_resume/restore/transfer.py"
 _IPC = "elastic_resume/slots/ipc.py"
 _SHIM = "elastic_resume/agent/workers/launcher_shim.py"
+_REQUEST = "elastic_resume/agent/workers/worker_request.py"
 _POOL = "elastic_resume/slots/slot_pool.py"
 _SERVER = "elastic_resume/rendezvous/net/server.py"
 _ATTEMPT = "elastic_resume/restore/attempt.py"
@@ -74,13 +75,13 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
         "elastic_resume/slots/progress_page.py",
         "operand: len(steps) == count * _STEP_WORDS * 8",
     ): "a page that grows between two reads: the test of that race passes by chance",
-    ("elastic_resume/slots/slot_memory.py", "flag: os.MFD_ALLOW_SEALING"): "MFD_NOEXEC_SEAL allows seals too",
+    ("elastic_resume/linux.py", "flag: MFD_ALLOW_SEALING"): "MFD_NOEXEC_SEAL allows seals too",
     (_IPC, "operand: state is None"): "slot is None too; it is for the type checker",
     (
         _IPC,
         "never: self.reserve(needed, is_estimate=True, all_now=False) == 0",
     ): "no slot is large enough then",
-    (_SHIM, "never: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN"): "exec resets the handler too",
+    (_REQUEST, "never: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN"): "exec resets the handler too",
     (_POOL, "operand: planned > 1"): "a thread finds no slot to create",
     (_POOL, "operand: is_large"): "a thread finds no slot to create",
     (_SERVER, "operand: self._timer_due_s > due"): "a new timer for each event costs time only",

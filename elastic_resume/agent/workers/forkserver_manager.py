@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from elastic_resume import constants
+from elastic_resume import constants, linux
 from elastic_resume.agent.workers import forkserver
 from elastic_resume.background import BackgroundThread
 
@@ -97,7 +97,7 @@ class ForkedProcess:
 def has_ended(pid: int, timeout_s: float | None = 0.0) -> bool | None:
     """Return whether an unreaped process ends within this time; None if the kernel has no pidfd."""
     try:
-        descriptor = os.pidfd_open(pid)
+        descriptor = linux.pidfd_open(pid)
     except OSError:
         return None
     try:

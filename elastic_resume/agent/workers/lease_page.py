@@ -20,14 +20,14 @@ import math
 import mmap
 import os
 
-MFD_NOEXEC_SEAL = 0x0008  # from linux/memfd.h; Python has no name for it
+from elastic_resume import linux
 
 
 class LeasePage:
     """The agent's side of the lease page. At first no worker may run."""
 
     def __init__(self) -> None:
-        self._descriptor = create_anonymous_file("elastic_resume-lease")
+        self._descriptor = linux.create_anonymous_file("elastic_resume-lease")
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
         self._mapping = mmap.mmap(self._descriptor, mmap.PAGESIZE)
         self._words = memoryview(self._mapping).cast("d")
@@ -58,11 +58,3 @@ class LeasePage:
         self._mapping.close()
         os.close(self._descriptor)
         self._descriptor = -1
-
-
-def create_anonymous_file(name: str) -> int:
-    """Create an unnamed file in memory, not executable: hardened kernels refuse others (memfd_noexec=2)."""
-    try:
-        return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
-    except OSError:  # Linux before 6.3 lacks the flag
-        return os.memfd_create(name, os.MFD_CLOEXEC)

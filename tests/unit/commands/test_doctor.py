@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.metadata
+import os
 import platform
+import socket
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic_resume import __version__
+from elastic_resume import __version__, linux
 from elastic_resume.cli import main
 from elastic_resume.commands import doctor
 from tests.support.gpus import FakeGpus
@@ -139,3 +145,56 @@ def test_torch_is_probed_in_another_process() -> None:
     # A build's own suffix (+cpu, +cu130) is not always in the package's version.
     assert found["torch"].value.partition("+")[0] == importlib.metadata.version("torch").partition("+")[0]
     assert found["GPUs"].value.isdecimal()
+
+
+@pytest.mark.usefixtures("_bare")
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ((linux, "memfd_create"), "memory files: Operation not permitted; a run needs memfd_create(2)"),
+        ((tempfile, "NamedTemporaryFile"), "temporary files: Operation not permitted; set TMPDIR"),
+        ((fcntl, "flock"), "a file cannot be locked or made durable there: "),
+        ((os, "fsync"), "a file cannot be locked or made durable there: "),
+        ((socket, "socket"), "sockets: Operation not permitted; a run needs unix and TCP sockets"),
+    ],
+)
+def test_call_that_the_machine_refuses_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    change: tuple[Any, str],
+    problem: str,
+) -> None:
+    """As under a filter for system calls, or on a file system without them."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(*change, refuse)
+    assert run_doctor(monkeypatch, {}, "--ckpt-dir", str(tmp_path)) == 1
+    assert problem in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_bare")
+def test_directory_whose_locks_exclude_nobody_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As on a network file system that is mounted without locks."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    assert run_doctor(monkeypatch, {}, "--ckpt-dir", str(tmp_path)) == 1
+    assert "flock(2) grants a lock twice" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_bare")
+def test_kernel_without_pidfd_is_named_and_no_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Such as RHEL 8's."""
+
+    def refuse(_: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(linux, "pidfd_open", refuse)
+    assert run_doctor(monkeypatch, {}, "--ckpt-dir", str(tmp_path)) == 0
+    assert "none (Function not implemented)" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elastic_resume import constants
+from elastic_resume import constants, linux
 from elastic_resume.agent.workers import supervisor
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.errors import CorruptError, MachineError
@@ -381,7 +381,7 @@ def test_metadata_of_another_snapshot_invalid_or_too_long_is_damage(monkeypatch:
 
 def test_older_kernel_allocates_at_once_and_seals_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel refuses a flag and an advice that it does not know, as an older one refuses ours."""
-    monkeypatch.setattr(slot_memory, "_MFD_NOEXEC_SEAL", 1 << 20)
+    monkeypatch.setattr(linux, "MFD_NOEXEC_SEAL", 1 << 20)
     monkeypatch.setattr(slot_memory, "_MADV_POPULATE_WRITE", 9999)
     monkeypatch.setattr(slot_memory, "can_populate_pages", slot_memory.can_populate_pages.__wrapped__)
     descriptor = slot_memory.create_memory_file("test", BYTES, allocate=False)
