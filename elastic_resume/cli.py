@@ -152,6 +152,7 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
             "install-torchrun DIR`, and call that."
         )
 
+    is_nested = config.forget_outer_agent(os.environ)
     with _omp_threads_of_workers(arguments):
         gc.disable()  # imports create no garbage, and take a fifth less time without the collector
         from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
@@ -164,7 +165,8 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
     try:
         args, given = config.parse_flags(torchelastic.build_parser(), arguments)
         options.check_torchrun_values(args)
-        here = environment.read_context(os.environ)
+        # The scheduler's nodes belong to the job around this one.
+        here = environment.read_context({} if is_nested else os.environ)
         settings = config.Settings.for_agent(args, os.environ, here)
         return run_agent(settings, args, given, here, fork_server)
     finally:

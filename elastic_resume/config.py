@@ -17,7 +17,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -448,6 +448,37 @@ def find_misspelled_variables(environ: Mapping[str, str]) -> list[str]:
             similar = difflib.get_close_matches(word, fields_by_word, 1, 0.75)
             messages += [f"{name} is not a setting: did you mean {fields_by_word[s]}?" for s in similar]
     return messages
+
+
+# ---- an agent around this process ----------------------------------------------------------------------
+
+# What an agent sets for its workers, beside the settings.
+_AGENT_VARIABLES = (
+    constants.ENV_RUN_ID, constants.ENV_AGENT_PID, constants.ENV_EVENTS_PATH, constants.ENV_EVIDENCE,
+    constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_LOCAL_HOST, constants.ENV_LEASE_PAGE,
+    constants.ENV_FORK_SERVER, constants.ENV_MAX_RESTARTS, constants.ENV_STANDBY, constants.ENV_STATE_BYTES,
+    constants.ENV_PARKED, constants.ENV_NEW_PROCESS, constants.ENV_SUPERVISOR_FD, constants.ENV_LOCAL_RANK,
+    constants.ENV_COMMITTER, constants.ENV_SLOTS, constants.ENV_MTBF_S,
+)  # fmt: skip
+
+
+def forget_outer_agent(environ: MutableMapping[str, str]) -> bool:
+    """Remove the variables of an agent whose worker has started this job; return whether there is one.
+
+    An evaluation that a worker starts by a launcher of its own is another job, on this node alone.
+    """
+    if constants.ENV_AGENT_PID not in environ:
+        return False
+    for name in _AGENT_VARIABLES:
+        environ.pop(name, None)
+    return True
+
+
+def forget_agent_around_torchrun(environ: MutableMapping[str, str]) -> None:
+    """Forget an agent whose worker has started a torchrun, whose worker this process is."""
+    run_id = environ.get(constants.ENV_RUN_ID)
+    if environ.get("TORCHELASTIC_RUN_ID", run_id) != run_id:
+        forget_outer_agent(environ)
 
 
 # ---- settings ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
 from elastic_resume import console, constants
-from elastic_resume.config import Settings, suggest_similar
+from elastic_resume.config import Settings, forget_agent_around_torchrun, suggest_similar
 from elastic_resume.data import batch_size, elastic_sampler, rng
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.sharded_stream import ShardedStream
@@ -146,6 +146,7 @@ def resume(
     start_s = time.clock_gettime(time.CLOCK_BOOTTIME) - read_start_ticks(os.getpid()) / TICKS_PER_S
     try:
         console.show_log("elastic_resume: ", os.environ)
+        forget_agent_around_torchrun(os.environ)
         link = open_link()
         is_standby = constants.ENV_STANDBY in os.environ
         objects = {

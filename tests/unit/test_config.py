@@ -365,3 +365,37 @@ def test_worker_settings_under_agent_keep_agents_directory() -> None:
     assert (str(alone.ckpt_dir), alone.run_id, alone.node_name) == ("/script", "other", "m")
     held = Settings.for_worker({**environ, constants.ENV_AGENT_PID: "7"}, "train.py", **given)
     assert (str(held.ckpt_dir), held.run_id, held.node_name, held.keep) == ("/agent", "job", "n", 5)
+
+
+def test_job_within_a_worker_forgets_the_agent_around_it() -> None:
+    """Settings stay, such as the directory of checkpoints; the run id does not."""
+    outer = {
+        "ELASTIC_RESUME_RUN_ID": "train",
+        "ELASTIC_RESUME_CKPT_DIR": "/ckpt",
+        "ELASTIC_RESUME_AGENT_PID": "7",
+        "ELASTIC_RESUME_COMMITTER": "x",
+        "ELASTIC_RESUME_SUPERVISOR_FD": "3",
+        "PATH": "/bin",
+    }
+    environ = dict(outer)
+    assert config.forget_outer_agent(environ)
+    assert environ == {"ELASTIC_RESUME_CKPT_DIR": "/ckpt", "PATH": "/bin"}
+    assert not config.forget_outer_agent(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "forgets"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RUN_ID": "none"}, False),
+        ({"ELASTIC_RESUME_AGENT_PID": "7"}, False),
+        ({"ELASTIC_RESUME_AGENT_PID": "7", "TORCHELASTIC_RUN_ID": "a"}, False),
+        ({"ELASTIC_RESUME_AGENT_PID": "7", "TORCHELASTIC_RUN_ID": "none"}, True),
+    ],
+)
+def test_torchrun_within_a_worker_is_told_from_the_agent(environ: dict[str, str], forgets: bool) -> None:
+    """It sets another run id."""
+    environ = environ | {"ELASTIC_RESUME_RUN_ID": "a"}
+    before = dict(environ)
+    config.forget_agent_around_torchrun(environ)
+    assert (environ != before) == forgets
