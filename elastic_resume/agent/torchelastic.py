@@ -63,7 +63,7 @@ from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.client import JobCompleted, RendezvousClient
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers
 from elastic_resume.rendezvous.core.messages import JoinSpec
-from elastic_resume.rendezvous.endpoint import Endpoint, open_listen_endpoint
+from elastic_resume.rendezvous.endpoint import Endpoint, find_interface, open_listen_endpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
@@ -341,6 +341,11 @@ def open_rendezvous(
             "--rdzv-conf token_file=FILE or ELASTIC_RESUME_TOKEN to keep others out."
         )
     os.environ[constants.ENV_LOCAL_HOST] = listen_endpoint.host
+    if rendezvous_config.settings.max_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Gloo would announce the address of this machine's name. NCCL chooses among the interfaces itself.
+        interface = find_interface(listen_endpoint.host, rendezvous_config.endpoints)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     # On a shared disk workers count the generations of other machines' earlier starts too. Events of agents
     # and workers have the same numbers if one node's agent does so.
     is_first = scheduler_context.node_order == 0

@@ -387,6 +387,35 @@ def _find_source_address(hosts: _Hosts) -> Address:
     )
 
 
+def find_interface(host: str, endpoints: Sequence[Endpoint]) -> str | None:
+    """Return the network interface at which other nodes reach this node's ``host``; None if it is not known.
+
+    Gloo announces the address of the machine's name, which Debian maps to 127.0.1.1. The name then tells
+    nothing, and the route to another candidate does.
+    """
+    outer = frozenset(address for address in local_addresses() if not address.is_loopback)
+    own = [address for address in _look_up(host) if address in outer]
+    if not own:
+        others = [e for e in endpoints if not any(a.is_loopback or a in outer for a in _look_up(e.host))]
+        hosts = _Hosts(others, None, {e.host: _look_up(e.host) for e in others}, "", frozenset())
+        with contextlib.suppress(ConfigError):
+            own = [_find_source_address(hosts)] if others else []
+    for name, entries in psutil.net_if_addrs().items():
+        if set(own) & set(_parse_addresses(entry.address for entry in entries)):
+            return name
+    return None
+
+
+def _look_up(host: str) -> tuple[Address, ...]:
+    literal = parse_address(host)
+    if literal is not None:
+        return (literal,)
+    try:
+        return _parse_addresses(resolve_name(host))
+    except (OSError, UnicodeError):
+        return ()
+
+
 def listen(address: Address, port: int) -> socket.socket:
     """Listen at an address; port 0 lets the kernel choose. Raises OSError."""
     dual_stack = address.is_unspecified and socket.has_dualstack_ipv6()

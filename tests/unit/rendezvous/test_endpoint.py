@@ -9,6 +9,7 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -534,3 +535,30 @@ def test_port_in_use_is_retried_until_its_holder_exits(
 
         monkeypatch.setattr(endpoint, "listen", bind_and_release)
         assert listen(f"{FIRST}:{port}").candidate_index == 0
+
+
+def interface_of(address: str) -> str:
+    """Return the interface that has an address."""
+    entries = psutil.net_if_addrs().items()
+    return next(name for name, addresses in entries if any(one.address == address for one in addresses))
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [["OWN"], ["127.0.1.1", "OWN"], ["127.0.1.1"], [], [ELSEWHERE]],  # the third is Debian's
+)
+def test_interface_is_that_at_which_others_reach_this_node(answers: Answers, addresses: list[str]) -> None:
+    """Whatever the machine's own name leads to."""
+    own = outer_address()
+    answers["node1"] = [[own if text == "OWN" else text for text in addresses]]
+    answers["node2"] = [[ELSEWHERE]]
+    found = endpoint.find_interface("node1", parse_endpoints("node1,node2"))
+    assert found == interface_of(own)  # where the name does not tell, the route to node2 does
+    assert endpoint.find_interface(own, parse_endpoints(f"{own},{ELSEWHERE}")) == interface_of(own)
+
+
+def test_interface_is_unknown_where_all_nodes_are_this_machine(answers: Answers) -> None:
+    """As in tests, and where the other candidates have no address yet."""
+    assert endpoint.find_interface(FIRST, parse_endpoints(f"{FIRST},{SECOND}")) is None
+    answers["node1"] = [["127.0.1.1"]]
+    assert endpoint.find_interface("node1", parse_endpoints("node1,node2")) is None
