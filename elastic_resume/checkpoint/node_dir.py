@@ -43,6 +43,11 @@ LOCK_POLL_S = 0.05
 MASK = "***"
 # Matches --api-key, HF_TOKEN, db.password and apiKey, but not --tokenizer, --max-tokens or --keypoints.
 _SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
+# The value of such a name in JSON, YAML or Python: {"api_key": "VALUE"}, {hf_token: VALUE}.
+_SECRET_MEMBER_PATTERN = re.compile(
+    r"((?i:keys?|token|secrets?|passwords?)(?![a-z])[\w.-]*[\"']?\s*:\s*)(\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^,}\]\n]+)"
+)
+_FLAG_PATTERN = re.compile(r"--[A-Za-z][\w.-]*(=.*)?|-[A-Za-z]", re.DOTALL)
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
 # Files that `NodeDir.move_earlier_run_aside` keeps: they must not go back, or belong to the owner.
@@ -361,14 +366,20 @@ def record_script_arguments(
 
 
 def mask_secrets(arguments: Sequence[str]) -> list[str]:
-    """Mask the values of arguments with secret names, as in ``--token=VALUE`` and ``--token VALUE``."""
+    """Mask the values of arguments with secret names.
+
+    They may have the forms ``--token=VALUE``, ``--token VALUE`` and ``{"token": VALUE}``. A word after such a
+    flag is its value, unless it looks like another flag: two dashes and a letter, or one dash and one letter.
+    """
     masked = []
     for previous, argument in zip(["", *arguments], arguments):  # noqa: B905  the first is longer
         flag, name = _SECRET_NAME_PATTERN.search(previous), _SECRET_NAME_PATTERN.search(argument)
-        if previous.startswith("-") and flag and not flag[1] and not argument.startswith("-"):
+        if previous.startswith("-") and flag and not flag[1] and not _FLAG_PATTERN.fullmatch(argument):
             masked.append(MASK)
+        elif name and name[1]:
+            masked.append(argument[: name.end()] + MASK)
         else:
-            masked.append(argument[: name.end()] + MASK if name and name[1] else argument)
+            masked.append(_SECRET_MEMBER_PATTERN.sub(rf'\1"{MASK}"', argument))
     return masked
 
 

@@ -212,6 +212,13 @@ def test_script_arguments_file_drops_oversized_arguments(tmp_path: Path) -> None
         (["db.password=a\nb", "--config=MY_SECRET=a"], ["db.password=***", "--config=MY_SECRET=***"]),
         (["--clientSecretId=", "--access-keys", "a"], ["--clientSecretId=***", "--access-keys", "***"]),
         (["--use-token", "--lr", "1"], ["--use-token", "--lr", "1"]),
+        (["--api-key", "-a-b", "-x"], ["--api-key", "***", "-x"]),
+        (["--token", "--4f=", "--token", "-"], ["--token", "***", "--token", "***"]),
+        (
+            ['--json={"a": 1}', '{"hf_token": "a,b", "lr": 1}'],
+            ['--json={"a": 1}', '{"hf_token": "***", "lr": 1}'],
+        ),
+        (["{db: {password: a b}}", "{'key':'a'}"], ['{db: {password: "***"}}', "{'key':\"***\"}"]),
         (["--tokenizer", "bpe", "--max-tokens=9", "--keypoints", "4"], None),
         (["key.py", "data", "--token"], None),
         ([], None),
