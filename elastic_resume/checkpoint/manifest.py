@@ -162,7 +162,16 @@ def _decode_verified(data: bytes) -> dict[str, Any]:
 
 
 def _find_invalid_field(manifest: Manifest) -> str | None:
-    """Describe the first field without which bytes would be loaded unverified, or in a wrong order."""
+    """Describe the first field of a wrong type or value: readers count on all of them."""
+    for name in ("run_id", "node", "writer"):
+        if not isinstance(getattr(manifest, name), str):
+            return f"{name} is {getattr(manifest, name)!r:.80}, not a text."
+    for name in ("rank0_tensors", "blocks"):
+        if not all(isinstance(item, str) for item in getattr(manifest, name)):
+            return f"{name} has an item that is not a text."
+    written_at = manifest.written_at
+    if type(written_at) not in {int, float} or not 0 <= written_at <= _MAX_COUNT:
+        return f"written_at is {written_at!r:.80}, not a time."
     counts = {name: getattr(manifest, name) for name in _COUNT_FIELDS}
     counts |= {f"position.{name}": count for name, count in vars(manifest.position).items()}
     for name, count in counts.items():
