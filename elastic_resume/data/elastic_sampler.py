@@ -340,6 +340,14 @@ class LocalBatches(GlobalBatches):
         return self._epoch if self.shuffle_epoch is None else self.shuffle_epoch
 
 
+def find_loader(data: Any) -> Any:
+    """Return the DataLoader within an object around one, such as timm's PrefetchLoader; else ``data``."""
+    if isinstance(data, (DataLoader, GlobalBatches, DistributedSampler)) or hasattr(data, "state_dict"):
+        return data
+    held = [value for value in getattr(data, "__dict__", {}).values() if isinstance(value, DataLoader)]
+    return held[0] if len(held) == 1 and hasattr(data, "__iter__") else data
+
+
 def find_batches(data: Any) -> GlobalBatches | None:
     """Return the batches behind the ``data=`` of a script, or None if it keeps its own position.
 

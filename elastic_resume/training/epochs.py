@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from elastic_resume.data.batch_size import check_integer, read_rank_and_world_size
-from elastic_resume.data.elastic_sampler import ElasticSampler, find_batches, has_our_batches
+from elastic_resume.data.elastic_sampler import ElasticSampler, find_batches, find_loader, has_our_batches
 from elastic_resume.errors import ConfigError
 from elastic_resume.training import worker_exit
 from elastic_resume.training.resume import resume
@@ -108,7 +108,8 @@ def epochs(count: int, data: Any = None, *, accumulate: int = 1, **arguments: An
         count: the number of epochs of the whole training.
         data: the loader that the loop reads in each epoch. A DistributedSampler in it is replaced by an
             `ElasticSampler` with its seed, ``shuffle`` and ``drop_last``; its ``set_epoch`` still works. The
-            loader of an `ElasticSampler` or a `GlobalBatches`, and a `ShardedStream`, stay as they are.
+            loader of an `ElasticSampler` or a `GlobalBatches`, and a `ShardedStream`, stay as they are. An
+            object around one DataLoader, as timm's PrefetchLoader, is one too.
         accumulate: how many batches an optimizer step reads, for gradient accumulation.
         **arguments: those of `er.resume`, with at least one optimizer of torch.
 
@@ -127,13 +128,14 @@ def epochs(count: int, data: Any = None, *, accumulate: int = 1, **arguments: An
             "...) with the loader that the loop reads. A loop that draws its batches itself takes er.steps()."
         )
     explain: Callable[[int], str] = "write er.epochs(..., accumulate={}).".format
-    length = _take_over_sampler(data, accumulate)
-    if length is None and has_our_batches(data):
-        explain = _explain_own_order(data, accumulate)
-    run = resume(data=data, **arguments)
-    if length is not None and length != len(data) and run.rank == 0 and run.plan.kind == "cold":
+    loader = find_loader(data)
+    length = _take_over_sampler(loader, accumulate)
+    if length is None and has_our_batches(loader):
+        explain = _explain_own_order(loader, accumulate)
+    run = resume(data=loader, **arguments)
+    if length is not None and length != len(loader) and run.rank == 0 and run.plan.kind == "cold":
         logger.warning(
-            f"WARNING: len(loader) was {length} before er.epochs(), and is {len(data)}: an epoch has whole "
+            f"WARNING: len(loader) was {length} before er.epochs(), and is {len(loader)}: an epoch has whole "
             "steps only. A schedule that was built from the former number does not end with the training: "
             "count its steps from the latter."
         )

@@ -316,7 +316,7 @@ class Run:
 
     @property
     def _is_stopped(self) -> bool:
-        return self._random_numbers.marks.get(IS_STOPPED, False)
+        return bool(self._random_numbers.marks.get(IS_STOPPED))
 
     def begin_epoch(self, *, from_start: bool = False) -> int:
         """Begin the next epoch, or go on with an interrupted one; return its number.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,10 @@ from elastic_resume.training import worker_exit
 from elastic_resume.training.heartbeat import RankHeartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
 
+logger = logging.getLogger(__name__)
+
+DATASET = "dataset"  # a mark of the checkpoint: the digest of rank 0's dataset at the first start
+
 
 @dataclass(frozen=True)
 class RunArguments:
@@ -46,6 +51,7 @@ class RunArguments:
     frozen: FrozenParameters
     built_settings: BuiltSettings
     start_s: float  # the process's age when it called er.resume
+    dataset_digest: int
 
     @property
     def records(self) -> dict[str, Any]:
@@ -112,7 +118,9 @@ def restore_parts(
         cleanup.callback(context.events.close)
         node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
         cleanup.callback(node_dir.release)
-        page, shared_seed = _open_page_and_share_seed(context, node_dir)
+        page, shared_seed, dataset_digests = _open_page_and_share_seed(
+            context, node_dir, arguments.dataset_digest
+        )
         seed = options.seed if options.seed is not None else shared_seed
         bucket_order = BucketOrder()
         random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
@@ -132,6 +140,7 @@ def restore_parts(
         if coordinator.DATA in tracked:  # an object that keeps its own position
             progress.repeated_steps = 0
         _set_seeds(random_numbers, batches, options)
+        _check_dataset(dataset_digests, random_numbers.marks, result, context.collectives.rank)
         heartbeat = RankHeartbeat(page, context)
         scheduler = SnapshotScheduler(
             context,
@@ -220,17 +229,35 @@ def _bind_data(
     return stream
 
 
-def _open_page_and_share_seed(context: RankContext, node_dir: NodeDir) -> tuple[ProgressPage, int]:
-    """Open the node's progress page, check the node names, and return rank 0's seed, in one gather.
+def _open_page_and_share_seed(
+    context: RankContext, node_dir: NodeDir, dataset_digest: int
+) -> tuple[ProgressPage, int, list[int]]:
+    """Open the node's progress page, check the node names; return rank 0's seed, and all ranks' digests.
 
-    Scripts may have given torch.manual_seed different numbers on each rank.
+    It takes one gather. Scripts may have given torch.manual_seed different numbers on each rank.
     """
 
     def open_page() -> tuple[ProgressPage, Any]:
         page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
         seed = torch.initial_seed()  # 64 bits, unsigned
-        return page, [node_dir.read_identity(), seed if seed < 1 << 63 else seed - (1 << 64)]
+        seed = seed if seed < 1 << 63 else seed - (1 << 64)
+        return page, [node_dir.read_identity(), seed, dataset_digest]
 
     page, shared = context.run_and_gather(open_page)
-    context.check_node_names_unique([identity for identity, _ in shared])
-    return page, int(shared[0][1])
+    context.check_node_names_unique([identity for identity, _, _ in shared])
+    return page, int(shared[0][1]), [int(digest) for _, _, digest in shared]
+
+
+def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:
+    """Warn if the ranks have built different datasets, or another one than at the job's first start."""
+    first = marks.setdefault(DATASET, digests[0])
+    other = next((each for each, digest in enumerate(digests) if digest != digests[0]), None)
+    is_start = result.plan.kind == "cold" or result.earlier_command is not None
+    if rank or (first == digests[0] and (other is None or not is_start)):
+        return
+    place = "at each start of this job" if first != digests[0] else f"on all ranks, as on 0 and {other}"
+    logger.warning(
+        f"WARNING: the dataset of data= is not the same {place}: its lists differ. So a resumed epoch goes on "
+        "with other samples. If random_split() or a shuffle draws it without a seed, pass generator="
+        "torch.Generator().manual_seed(0), or call torch.manual_seed(0) and random.seed(0) before it."
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
 
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, UsageError
@@ -404,6 +404,67 @@ def test_stopped_training_is_over_for_good(
     log = capsys.readouterr().err
     assert "the same command" not in log
     assert "nothing is left to train: run.stop() has ended the training." in log
+
+
+class Prefetcher:
+    """Moves batches to the GPU one ahead of the loop, as timm's PrefetchLoader does."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        batches = iter(self.loader)
+        ahead = next(batches, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            yield batch
+
+
+def test_object_around_a_loader_is_the_loader_of_the_loop(begin: Begin) -> None:
+    """Its requests end the steps, though it reads its loader ahead; the sampler within it is taken over."""
+    whole = begin(seed=3)
+    for epoch in whole.epochs():
+        whole.sampler.set_epoch(epoch)
+        for batch in whole.loader:
+            whole.train(batch)
+    whole.directory /= "ahead"
+    jobs = []
+    for _ in range(2):
+        jobs.append(begin(seed=3))
+        job = jobs[-1]
+        job.directory = whole.directory
+        loader = Prefetcher(job.loader)
+        for epoch in (epochs := job.epochs(data=loader)):
+            job.sampler.set_epoch(epoch)
+            for batch in loader:
+                job.train(batch)
+                if job is jobs[0] and len(job.read) == 6:
+                    epochs.run.save()
+                    break
+            if job is jobs[0] and len(job.read) == 6:
+                break
+    assert jobs[0].read + jobs[1].read == whole.read
+    assert (jobs[1].at, jobs[1].scheduler.last_epoch) == ((2, 0, 8), 8)
+
+
+def test_dataset_of_another_order_is_named_at_the_restart(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As random_split() draws it without a seed."""
+    for order, warned in (([*range(SAMPLES)], 0), ([*range(SAMPLES)], 0), ([*range(SAMPLES)][::-1], 1)):
+        job = begin()
+        sampler = DistributedSampler(subset := Subset(range(99), order), 1, 0)  # type: ignore[var-annotated, arg-type]
+        job.loader = DataLoader(subset, BATCH, sampler=sampler)
+        for _ in (epochs := job.epochs(9)):
+            for batch in job.loader:
+                job.train(batch)
+            epochs.run.save()
+            break
+        log = capsys.readouterr().err
+        assert log.count("the dataset of data= is not the same at each start of this job") == warned
 
 
 def test_index_goes_on_in_a_resumed_epoch(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
