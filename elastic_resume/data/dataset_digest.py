@@ -6,8 +6,8 @@ that splits or shuffles its dataset without a seed draws another one at each sta
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +36,14 @@ def _iter_lists(datasets: Any, depth: int) -> Iterator[tuple[str, Any]]:
                 yield from _iter_lists([value], depth + 1)
             elif name == "datasets" and isinstance(value, (list, tuple)):
                 yield from _iter_lists(value, depth + 1)
-            elif isinstance(value, (list, tuple)) and value:
+            elif _is_list(value):
                 yield name, value
-            elif _is_array(value) and len(value.shape) and value.shape[0]:
-                yield name, value
+
+
+def _is_list(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0
+    return _is_array(value) and len(value.shape) > 0 and value.shape[0] > 0
 
 
 def _is_array(value: Any) -> bool:
@@ -52,9 +56,9 @@ def _describe_entries(values: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Describe a number, the last part of a path, or the first of several values; nothing of other objects."""
-    if isinstance(value, (str, os.PathLike)):  # nodes may keep the files in different directories
-        return os.path.basename(os.fspath(value))
+    """Describe a number, the last part of a path, or the first of several values; else return ""."""
+    if isinstance(value, (str, Path)):  # nodes may keep the files in different directories
+        return Path(value).name
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (list, tuple)):

@@ -404,10 +404,13 @@ def _check_not_prepared(loader: Any) -> None:
         )
 
 
-def has_our_batches(loader: Any) -> bool:
-    """Return whether ``loader`` reads our batches, perhaps through another library's samplers."""
-    for _ in range(MAX_WRAPPERS):
-        batches = getattr(loader, "batch_sampler", None)
+def has_our_batches(loader: Any, attribute: str = "batch_sampler") -> bool:
+    """Return whether ``loader`` reads our batches, perhaps through another library's samplers.
+
+    ``attribute`` holds the loader's first sampler.
+    """
+    for name in [attribute, *["batch_sampler"] * MAX_WRAPPERS]:
+        batches = getattr(loader, name, None)
         loader = getattr(loader, "sampler", None) if batches is None else batches
         if isinstance(loader, (GlobalBatches, ElasticSampler)):
             return True

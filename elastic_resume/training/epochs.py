@@ -6,7 +6,6 @@ DistributedSampler over, so that an interrupted epoch continues at its next samp
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    dataloader,
 )
 
 from elastic_resume.data.batch_size import check_integer, read_rank_and_world_size
@@ -65,7 +63,6 @@ class Steps:
         self.run = run
         self._count, self._counter = count, counter
         self._numbers: Iterator[int] | None = None
-        self._must_look = run.rank == 0 and run.plan.kind == "cold"  # once, with the first step
 
     def __iter__(self) -> Iterator[int]:
         def begin() -> int:
@@ -74,13 +71,9 @@ class Steps:
 
         _note_counted_steps(self.run)
         iterate = self.run._iterate  # noqa: SLF001  not for scripts
-        yield from iterate("step", self._count, lambda: self.run.position.step, begin, self._end_step)
-
-    def _end_step(self) -> None:
-        self._counter.end_open_step()
-        if self._must_look:
-            self._must_look = False
-            _warn_of_loader()
+        yield from iterate(
+            "step", self._count, lambda: self.run.position.step, begin, self._counter.end_open_step
+        )
 
     def __next__(self) -> int:
         if self._numbers is None:
@@ -194,16 +187,6 @@ def _note_counted_steps(run: Run) -> None:
     """Let this generation's checks know who counts the steps."""
     run._progress.is_counted_by_requests = True  # noqa: SLF001
     run._first_steps.note_counted_steps()  # noqa: SLF001
-
-
-def _warn_of_loader() -> None:
-    """Warn of a DataLoader that is being read in a loop over steps."""
-    kinds = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)  # noqa: SLF001
-    if any(type(item) in kinds for item in gc.get_objects()):
-        logger.warning(
-            "WARNING: a loop over er.steps() reads a DataLoader, whose position no checkpoint holds: after a "
-            "restart it begins anew. If the loop trains on it, write er.epochs(count, loader, ...)."
-        )
 
 
 def _explain_nothing(batches_per_step: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal, ParamSpec
 
 from elastic_resume import console, constants
 from elastic_resume.config import Settings, suggest_similar
-from elastic_resume.data import batch_size, dataset_digest, elastic_sampler, rng
+from elastic_resume.data import batch_size, elastic_sampler, rng
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ConfigError, ElasticResumeError, UsageError
@@ -162,8 +162,7 @@ def resume(
             tensor_pool = _touch_memory(state_dict.collect_objects({**objects, **(track or {})}))
             link.park()  # until the node is in a view; what follows reads rank and world size
         _check_resume_mode(resume)
-        data = elastic_sampler.find_loader(data)
-        batches = elastic_sampler.find_batches(data)
+        batches = elastic_sampler.find_batches(data := elastic_sampler.find_loader(data))
         _check_world_change_policy(data, batches, on_world_change)
         settings = Settings.for_worker(
             os.environ,
@@ -187,10 +186,7 @@ def resume(
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
     options = RunOptions(seed, rng, on_world_change)
-    digest = dataset_digest.digest_dataset(data)
-    arguments = RunArguments(
-        tracked, batches, data, options, settings, frozen, built_settings, start_s, digest
-    )
+    arguments = RunArguments(tracked, batches, data, options, settings, frozen, built_settings, start_s)
     run = Run(arguments, link, standby=is_standby, tensor_pool=tensor_pool)
     _prepare_wrappers(run, frozen, {"model": model, **(track or {})})
     _resumed.add(node_dir)

@@ -266,6 +266,7 @@ class Run:
         end: Callable[[], None],
     ) -> Iterator[int]:
         self._script_hooks.run()
+        self._first_steps.is_loop_of_script = True
         self._random_numbers.start_at(self._progress.position.step)
         finished = f"{unit} {get_number()} of {count} is over" if get_number() >= count else ""
         self._earlier_run_notice.begin_loop(finished, is_stopped=self._is_stopped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
 from elastic_resume.data import elastic_sampler, rng
+from elastic_resume.data.dataset_digest import digest_dataset
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
@@ -51,12 +53,16 @@ class RunArguments:
     frozen: FrozenParameters
     built_settings: BuiltSettings
     start_s: float  # the process's age when it called er.resume
-    dataset_digest: int
 
     @property
     def records(self) -> dict[str, Any]:
         """What is tracked of the script's objects beside their state."""
         return {"elastic_resume.frozen": self.frozen, "elastic_resume.built": self.built_settings}
+
+    @functools.cached_property
+    def dataset_digest(self) -> int:
+        """The digest of the dataset as the script has built it; later it may keep other lists."""
+        return digest_dataset(self.data)
 
     @property
     def node_dir(self) -> Path:
@@ -118,12 +124,9 @@ def restore_parts(
         cleanup.callback(context.events.close)
         node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
         cleanup.callback(node_dir.release)
-        page, shared_seed, dataset_digests = _open_page_and_share_seed(
-            context, node_dir, arguments.dataset_digest
-        )
-        seed = options.seed if options.seed is not None else shared_seed
+        page, shared_seed, digests = _open_page_and_share_seed(context, node_dir, arguments.dataset_digest)
         bucket_order = BucketOrder()
-        random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
+        random_numbers = rng.RandomNumbers(options.rng, shared_seed, context.collectives.rank)
         rank_values = _exchange_rank_values(context, objects)
         tracked = {
             **objects,
@@ -140,7 +143,7 @@ def restore_parts(
         if coordinator.DATA in tracked:  # an object that keeps its own position
             progress.repeated_steps = 0
         _set_seeds(random_numbers, batches, options)
-        _check_dataset(dataset_digests, random_numbers.marks, result, context.collectives.rank)
+        _check_dataset(digests, random_numbers.marks, result, context.collectives.rank)
         heartbeat = RankHeartbeat(page, context)
         scheduler = SnapshotScheduler(
             context,
@@ -183,9 +186,9 @@ def _exchange_rank_values(context: RankContext, objects: dict[str, Any]) -> list
 
 
 def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None, options: RunOptions) -> None:
-    """Set the seeds, after the checkpoint's is loaded."""
+    """Set the seeds, after that of the first start or of a checkpoint is known."""
     if options.seed is not None:
-        random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+        random_numbers.seed = options.seed  # an explicit seed overrides both
     if batches is not None:
         batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
@@ -257,7 +260,7 @@ def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResu
         return
     place = "at each start of this job" if first != digests[0] else f"on all ranks, as on 0 and {other}"
     logger.warning(
-        f"WARNING: the dataset of data= is not the same {place}: its lists differ. So a resumed epoch goes on "
-        "with other samples. If random_split() or a shuffle draws it without a seed, pass generator="
+        f"WARNING: the dataset of data= is not the same {place}: its lists differ. So a resumed epoch goes "
+        "on with other samples. If random_split() or a shuffle draws it without a seed, pass generator="
         "torch.Generator().manual_seed(0), or call torch.manual_seed(0) and random.seed(0) before it."
     )

@@ -638,7 +638,25 @@ def test_loader_in_a_loop_over_steps_is_named(begin: Begin, capsys: pytest.Captu
     job.run, batches = steps.run, iter(job.loader)
     for _ in steps:
         job.train(next(batches))
-    assert capsys.readouterr().err.count("a loop over er.steps() reads a DataLoader") == 1
+    log = capsys.readouterr().err
+    assert log.count("the loop reads a DataLoader of a list, whose position no checkpoint holds") == 1
+    assert "write er.epochs(count, loader, ...)" in log
+
+
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_second_loader_is_named_if_it_is_open_between_two_steps(
+    begin: Begin, is_pair: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pairs of batches would differ after a resume. That of an evaluation is read to its end, or left."""
+    job = begin()
+    second: DataLoader[Any] = DataLoader(list(range(40)), 2)  # type: ignore[arg-type]
+    kept = iter(second)
+    assert len(list(kept)) == 20
+    for _ in job.epochs(1):
+        for batch in (first for first, _ in zip(job.loader, second, strict=False)) if is_pair else job.loader:
+            job.train(batch)
+            next(iter(second))
+    assert capsys.readouterr().err.count("read both through one dataset") == is_pair
 
 
 def test_loop_over_steps_resumes_at_its_next_step(begin: Begin) -> None:

@@ -17,6 +17,7 @@ import elastic_resume as er
 from elastic_resume.errors import UsageError
 from elastic_resume.state import state_dict
 from elastic_resume.training import untracked
+from elastic_resume.training.changed_modules import ChangedModules
 from tests.support.state_image import Box
 
 
@@ -120,6 +121,44 @@ def test_parameter_without_requires_grad_but_with_a_gradient_is_trained() -> Non
     master.grad = torch.ones(2)
     with pytest.raises(UsageError, match="master"):
         untracked.require_tracked_parameters({"optimizer": torch.optim.SGD([master])})
+
+
+# ---- modules that training changes ----------------------------------------------------------------------
+
+
+class Centered(nn.Module):
+    """A loss with a buffer that each call replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center: Tensor
+        self.register_buffer("center", torch.zeros(2))
+
+    def update(self) -> None:
+        """Move the center."""
+        self.center = self.center * 0.9 + 1
+
+
+def test_module_that_the_first_steps_change_is_named() -> None:
+    """A teacher that follows the model, and a loss with a center; no other."""
+    model = nn.Linear(2, 2)
+    teacher, frozen, loss, tracked = copy.deepcopy(model), copy.deepcopy(model), Centered(), Centered()
+    whole, average = nn.Sequential(model, nn.ReLU()), AveragedModel(model)
+    check = ChangedModules({"model": model, "loss": tracked})
+    with torch.no_grad():
+        for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+            new.add_(1)
+            old.data.mul_(0.9).add_(0.1 * new)
+    for each in (loss, tracked):
+        each.update()
+    average.update_parameters(whole[0])
+    texts = [text for text in check.describe() if "(teacher)" in text or "(loss)" in text]
+    assert len(texts) == 2
+    assert "linear.Linear (teacher) holds 'weight', which the first steps have changed" in "".join(texts)
+    assert "Centered (loss) holds 'center', which" in "".join(texts)
+    named = "".join(check.describe())
+    assert not any(f"({name})" in named for name in ("frozen", "tracked", "whole", "average", "model"))
+    del frozen
 
 
 # ---- objects ------------------------------------------------------------------------------------------
