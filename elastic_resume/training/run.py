@@ -776,6 +776,7 @@ class Run:
             return
         self._closed = True
         if is_over:
+            worker_exit.report_caught_error()
             self._earlier_run_notice.log_and_record("the script has taken no step")
             if self._unfinished_loop and self.rank == 0 and not worker_exit.is_error_raised():
                 announce.warn_of_unfinished_loop(self._unfinished_loop)

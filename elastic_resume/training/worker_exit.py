@@ -102,13 +102,18 @@ class _ExceptHook:
         self.previous_hook = previous_hook
         self.base_hook = base_hook
 
+    def report(self, error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+        """Emit the event of ``error``, once; return its fields."""
+        fields = _describe_error(error, trace)
+        if not isinstance(error, KeyboardInterrupt) and error is not _ExceptHook.reported_error:
+            _ExceptHook.reported_error = error
+            self.events.emit("failure", **fields)
+        return fields
+
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         DrainRequest.terminate_instead_of_raising(kind)
         unwritten_before = self.events.unwritten_count
-        fields = _describe_error(error, trace)
-        if not issubclass(kind, KeyboardInterrupt) and error is not _ExceptHook.reported_error:
-            _ExceptHook.reported_error = error
-            self.events.emit("failure", **fields)
+        fields = self.report(error, trace)
         is_written = self.events.unwritten_count <= unwritten_before
         is_ours = isinstance(error, ElasticResumeError)
         is_whole = not is_ours or fields["message"] == str(error)
@@ -122,6 +127,15 @@ class _ExceptHook:
             self.previous_hook(kind, error, trace)
             if damage := describe_damaged_bytecode(error):
                 print(f"elastic_resume: error: {damage}", file=sys.stderr, flush=True)
+
+
+def report_caught_error() -> None:
+    """Report the exception that the script has caught and printed before it exits with 1, as Hydra does."""
+    end, hook = getattr(sys, "last_value", None), sys.excepthook
+    if isinstance(end, SystemExit) and end.code == 1 and isinstance(hook, _ExceptHook):
+        error = end.__context__
+        if isinstance(error, Exception):
+            hook.report(error, error.__traceback__)
 
 
 def is_error_raised() -> bool:
