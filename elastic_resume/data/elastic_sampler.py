@@ -9,12 +9,14 @@ world of any size.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from elastic_resume import constants
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import (
     KEEP_GLOBAL,
@@ -241,7 +243,13 @@ class LocalBatches(GlobalBatches):
         before = super().begin_generation(position, old_world_size)
         if before is not None:
             self._sampler.log_other_length()
-        elif not self._can_keep_global and self._policy is None and self._bound and self._bound[0] == 0:
+        elif (
+            not self._can_keep_global
+            and self._policy is None
+            and self._bound
+            and self._bound[0] == 0
+            and os.environ.get(constants.ENV_FIXED_NODES) != "1"
+        ):
             logger.info(
                 "with another number of ranks an epoch has more or fewer steps, so a schedule that counts "
                 "steps gets another length: each rank reads as many samples as now (see on_world_change=)"
