@@ -19,6 +19,7 @@ from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.state.state_dict import RESERVED_PREFIX
 from elastic_resume.training.changed_modules import ChangedModules
+from elastic_resume.training.own_positions import OwnPositions
 from elastic_resume.training.untracked import (
     UntrackedOptimizerCheck,
     describe_unknown_loader,
@@ -50,7 +51,7 @@ class FirstSteps:
         self._log_enumerate_hint = log_enumerate_hint
         self.is_loop_over_epochs = False  # of the script's own; a library's loop has its own index
         self.is_loop_of_script = False  # over epochs or steps
-        self._changed_modules: ChangedModules | None = None
+        self._later_checks: list[ChangedModules | OwnPositions] = []  # they look at the fourth step again
         self._has_index = False  # of `run.enumerate`, which is right in a resumed epoch
         is_start = result.plan.kind == "cold" or result.earlier_command is not None
         self._is_new_start = rank == 0 and is_start
@@ -90,11 +91,13 @@ class FirstSteps:
         if self._steps > 1 or not self._is_new_start:
             return
         require_tracked_parameters(self._tracked)  # also of groups that were added since
-        self._changed_modules = ChangedModules(self._tracked)
+        self._later_checks.append(ChangedModules(self._tracked))
         texts = find_untracked(self._tracked, has_data="data" in self._tracked)
         has_own_position = "data" in self._tracked and self._batches is None  # as a stream
         if self.is_loop_of_script and not has_own_position:
             texts.append(describe_unknown_loader(has_batches=self._batches is not None))
+            if self._batches is None:
+                self._later_checks.append(OwnPositions(self._tracked))
         for text in filter(None, texts):
             logger.warning(f"WARNING: {text}")
         if self._batches is not None and not (self._batches.iterators or self._batches.handed_out):
@@ -104,12 +107,13 @@ class FirstSteps:
             )
 
     def _end_checks(self) -> None:
-        for text in self._changed_modules.describe() if self._changed_modules is not None else []:
-            logger.warning(f"WARNING: {text}")
+        for check in self._later_checks:
+            for text in check.describe():
+                logger.warning(f"WARNING: {text}")
         self._close_order()
 
     def _close_order(self) -> None:
-        self._changed_modules = None
+        self._later_checks.clear()
         if self._order is not None:
             self._order.close()
             self._order = None

@@ -134,15 +134,20 @@ def _iter_tensors(value: Any) -> Iterator[Tensor]:
 
 def find_variable(item: Any) -> str:
     """Return the name of the script's variable that is ``item`` or a module with that parameter, or ""."""
+    for name, value in iter_variables():
+        module = unwrap(value) if isinstance(value, nn.Module) else None
+        if value is item or (module and any(p is item for p in module.parameters())):
+            return name
+    return ""
+
+
+def iter_variables() -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the functions of the script that have called this, innermost first."""
     frame: FrameType | None = sys._getframe()  # noqa: SLF001  to name the script's own variable
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("elastic_resume"):
-            for name, value in {**frame.f_globals, **frame.f_locals}.items():
-                module = unwrap(value) if isinstance(value, nn.Module) else None
-                if value is item or (module and any(p is item for p in module.parameters())):
-                    return str(name)
+            yield from {**frame.f_globals, **frame.f_locals}.items()
         frame = frame.f_back
-    return ""
 
 
 # ---- objects ------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def _is_printed_by_agent() -> bool:
 def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
     """Return the fields of a ``failure`` event; ``frame`` is the innermost frame outside libraries."""
     frames = traceback.extract_tb(trace)
-    candidates = [frame for frame in frames if not _is_library_file(frame.filename)] or list(frames)
+    candidates = [frame for frame in frames if not is_library_file(frame.filename)] or list(frames)
     frame = candidates[-1] if candidates else None
     place = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -205,7 +205,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_DETAIL_CHARS else f"{text[:half]}\n…\n{text[-half:]}"
 
 
-def _is_library_file(filename: str) -> bool:
+def is_library_file(filename: str) -> bool:
+    """Return whether the file is of this package or of an installed one."""
     return "site-packages" in filename or "<frozen" in filename or filename.startswith(_PACKAGE_DIR + os.sep)
 
 

@@ -643,6 +643,56 @@ def test_loader_in_a_loop_over_steps_is_named(begin: Begin, capsys: pytest.Captu
     assert "write er.epochs(count, loader, ...)" in log
 
 
+class TokenLoader:
+    """A loader that keeps a position, as in scripts without a DataLoader."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next_batch(self) -> torch.Tensor:
+        """Return the next batch."""
+        self.position += 1
+        return torch.tensor([self.position])
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take the position."""
+        self.position = state["position"]
+
+
+def generate() -> Iterator[torch.Tensor]:
+    """Yield batches for ever."""
+    position = 0
+    while True:
+        position += 1
+        yield torch.tensor([position])
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+def test_loader_of_the_script_that_counts_on_is_named(
+    begin: Begin, is_tracked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its variable: an object with a position, and a generator. Not one whose position stays."""
+    job = begin()
+    train_loader, val_loader, batches = TokenLoader(), TokenLoader(), generate()
+    steps = er.steps(
+        5, **job.arguments(track={"train_loader": er.per_rank(train_loader)} if is_tracked else None)
+    )
+    job.run = steps.run
+    for step in steps:
+        job.train(train_loader.next_batch() if step % 2 or is_tracked else next(batches))
+        val_loader.position = 0
+    log = capsys.readouterr().err
+    named = "TokenLoader) counts on: the first steps have changed its 'position', and no checkpoint holds it"
+    assert log.count(named) == log.count("er.per_rank(train_loader)") == (not is_tracked)
+    assert log.count("batches (a generator) counts on") == log.count("a generator cannot") == (not is_tracked)
+    assert ("WARNING: train_loader (a" in log) != is_tracked
+    assert "val_loader" not in log
+
+
 @pytest.mark.parametrize("is_pair", [True, False])
 def test_second_loader_is_named_if_it_is_open_between_two_steps(
     begin: Begin, is_pair: bool, capsys: pytest.CaptureFixture[str]
