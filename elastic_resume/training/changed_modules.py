@@ -6,7 +6,6 @@ steps.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_resume.state import dtensors
-from elastic_resume.state.state_dict import flatten, type_name
+from elastic_resume.state.state_dict import type_name, unwrap
 from elastic_resume.training.untracked import collect_held, find_storage, find_variable, is_average
 
 SAMPLED = 64  # elements of one tensor
@@ -30,13 +29,15 @@ class _Candidate:
 
 
 class ChangedModules:
-    """Samples of all modules of this process that are not within a tracked object."""
+    """Samples of modules that are not within a tracked object."""
 
-    def __init__(self, tracked: Mapping[str, Any]) -> None:
-        """Take the samples. Averages of the weights have a warning of their own."""
-        known = {find_storage(leaf.tensor) for leaf in flatten(tracked).leaves if leaf.tensor.numel()}
+    def __init__(self, tracked: Mapping[str, Any], objects: list[Any]) -> None:
+        """Take the samples of those among ``objects``; averages of weights have a warning of their own."""
+        own = [item for item in tracked.values() if isinstance(item, nn.Module)]
+        tensors = chain.from_iterable(chain(each.parameters(), each.buffers()) for each in own)
+        known = {find_storage(dtensors.to_local(each)) for each in tensors if each.numel()}
         held = collect_held(tracked)
-        modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+        modules = [item for item in objects if issubclass(type(item), nn.Module)]
         modules = [item for item in modules if id(item) not in held and not is_average(type(item))]
         inner = {id(child) for module in modules for child in module.children()}
         found = ((each, dict(_take_samples(each, known))) for each in modules if id(each) not in inner)
@@ -54,7 +55,7 @@ class ChangedModules:
             if changed:
                 name = f" ({variable})" if (variable := find_variable(module)) else ""
                 texts.append(
-                    f"a {type_name(module)}{name} holds {changed[0]!r}, which the first steps have "
+                    f"a {type_name(unwrap(module))}{name} holds {changed[0]!r}, which the first steps have "
                     "changed, and er.resume() was not given it, so a resume would begin it anew: pass it in "
                     "a dict as model=, or in track=. Ignore this if training does not read it."
                 )

@@ -24,6 +24,7 @@ from elastic_resume.training.untracked import (
     UntrackedOptimizerCheck,
     describe_unknown_loader,
     find_untracked,
+    list_checked_objects,
     require_tracked_parameters,
 )
 
@@ -91,11 +92,12 @@ class FirstSteps:
         if self._steps > 1 or not self._is_new_start:
             return
         require_tracked_parameters(self._tracked)  # also of groups that were added since
-        self._later_checks.append(ChangedModules(self._tracked))
-        texts = find_untracked(self._tracked, has_data="data" in self._tracked)
+        objects = list_checked_objects()
+        self._later_checks.append(ChangedModules(self._tracked, objects))
+        texts = find_untracked(self._tracked, objects, has_data="data" in self._tracked)
         has_own_position = "data" in self._tracked and self._batches is None  # as a stream
         if self.is_loop_of_script and not has_own_position:
-            texts.append(describe_unknown_loader(has_batches=self._batches is not None))
+            texts.append(describe_unknown_loader(objects, has_batches=self._batches is not None))
             if self._batches is None:
                 self._later_checks.append(OwnPositions(self._tracked))
         for text in filter(None, texts):

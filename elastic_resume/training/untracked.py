@@ -153,8 +153,19 @@ def iter_variables() -> Iterator[tuple[str, Any]]:
 # ---- objects ------------------------------------------------------------------------------------------
 
 
-def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
-    """Describe schedulers, averages and samplers of this process that `er.resume` was not given."""
+def list_checked_objects() -> list[Any]:
+    """Return the objects of this process that the checks of the first step look at, in one pass."""
+    objects = gc.get_objects()
+    kinds = {
+        kind
+        for kind in set(map(type, objects))
+        if issubclass(kind, nn.Module) or kind in _LOADER_ITERATORS or _is_candidate(kind)
+    }
+    return [item for item in objects if type(item) in kinds]
+
+
+def find_untracked(tracked: Mapping[str, Any], objects: list[Any], *, has_data: bool) -> list[str]:
+    """Describe schedulers, averages and samplers among ``objects`` that `er.resume` was not given."""
     optimizers = {
         id(each): name
         for name, item in tracked.items()
@@ -163,7 +174,9 @@ def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
     }
     models = {name: unwrap(item) for name, item in tracked.items() if isinstance(item, nn.Module)}
     shapes = {name: [p.shape for p in model.parameters()] for name, model in models.items()}
-    candidates = [item for item in _iter_candidates() if unwrap(item) is item]
+    kinds = {kind for kind in set(map(type, objects)) if _is_candidate(kind)}
+    candidates = [item for item in objects if type(item) in kinds and hasattr(item, "__dict__")]
+    candidates = [item for item in candidates if unwrap(item) is item]
     held = collect_held(tracked)
     candidates = [item for item in candidates if id(item) not in held]
     inner = {part for item in candidates for part in _iter_held([item]) if part != id(item)}
@@ -193,14 +206,8 @@ def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _iter_candidates() -> Iterator[Any]:
-    """Yield the objects of this process whose class may be a scheduler, an average or a sampler of ours."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if _is_candidate(kind)}
-    yield from (item for item in objects if type(item) in kinds and hasattr(item, "__dict__"))
-
-
 def _is_candidate(kind: type) -> bool:
+    """Return whether a class may be a scheduler, an average or a sampler of ours."""
     if issubclass(kind, (ElasticSampler, GlobalBatches)):
         return kind.__name__ != "LocalBatches"
     if issubclass(kind, Optimizer):
@@ -229,9 +236,9 @@ def _averages(item: Any, shapes: list[Any]) -> bool:
     return any([t.shape for t in each if isinstance(t, Tensor)] == shapes for each in tensors)
 
 
-def describe_unknown_loader(*, has_batches: bool) -> str:
+def describe_unknown_loader(objects: list[Any], *, has_batches: bool) -> str:
     """Describe a DataLoader that is being read and that ``data=`` does not name, or return ""."""
-    for item in gc.get_objects():
+    for item in objects:
         if type(item) not in _LOADER_ITERATORS or has_our_batches(item, "_index_sampler"):
             continue
         with contextlib.suppress(TypeError):  # an IterableDataset may have no length

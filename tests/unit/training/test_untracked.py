@@ -144,7 +144,7 @@ def test_module_that_the_first_steps_change_is_named() -> None:
     model = nn.Linear(2, 2)
     teacher, frozen, loss, tracked = copy.deepcopy(model), copy.deepcopy(model), Centered(), Centered()
     whole, average = nn.Sequential(model, nn.ReLU()), AveragedModel(model)
-    check = ChangedModules({"model": model, "loss": tracked})
+    check = ChangedModules({"model": model, "loss": tracked}, untracked.list_checked_objects())
     with torch.no_grad():
         for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
             new.add_(1)
@@ -237,7 +237,7 @@ def test_object_that_was_not_given_is_named(case: str, monkeypatch: pytest.Monke
     tracked = objects | {name: item for name, item in made.items() if name != "x"}
     new = [item for item in gc.get_objects() if id(item) not in known]
     monkeypatch.setattr(gc, "get_objects", lambda: new)
-    found = untracked.find_untracked(tracked, has_data="data" in tracked)
+    found = untracked.find_untracked(tracked, untracked.list_checked_objects(), has_data="data" in tracked)
     assert len(found) == bool(told), found
     assert told in "".join(found)
     del others
@@ -248,8 +248,12 @@ def test_loader_and_gradients_keep_nothing_alive() -> None:
     model = nn.Linear(3, 2)
     average = AveragedModel(model)
     loader: DataLoader[Tensor] = DataLoader(torch.zeros(2), batch_sampler=er.GlobalBatches(2, 1))  # type: ignore[arg-type]
-    assert untracked.find_untracked({"model": model, "data": loader}, has_data=True)
+    assert untracked.find_untracked(
+        {"model": model, "data": loader}, untracked.list_checked_objects(), has_data=True
+    )
     del average
     gc.collect()
-    found = untracked.find_untracked({"model": model, "data": loader}, has_data=True)
+    found = untracked.find_untracked(
+        {"model": model, "data": loader}, untracked.list_checked_objects(), has_data=True
+    )
     assert not [text for text in found if "averages" in text]
