@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from elastic_resume.state import dtensors
 from elastic_resume.state.state_dict import type_name, unwrap
@@ -65,6 +66,8 @@ class ChangedModules:
 def _take_samples(module: nn.Module, known: set[Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield copies of some elements of the tensors whose memory is not ``known``."""
     for name, value in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(value) or type(value).__module__.partition(".")[0] != "torch":
+            continue  # not there yet, or a kind of tensor that may not allow what follows
         tensor = dtensors.to_local(value.detach())
         if not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             continue

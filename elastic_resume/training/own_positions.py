@@ -73,5 +73,6 @@ def _is_own_loader(name: str, kind: type) -> bool:
         f"{name} {kind.__name__}"
     ):
         return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return kind.__module__.partition(".")[0] not in sys.stdlib_module_names and not is_library_file(file)
+    module = str(kind.__module__)
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return module.partition(".")[0] not in sys.stdlib_module_names and not is_library_file(file)

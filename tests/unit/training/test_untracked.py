@@ -142,6 +142,7 @@ class Centered(nn.Module):
 def test_module_that_the_first_steps_change_is_named() -> None:
     """A teacher that follows the model, and a loss with a center; no other."""
     model = nn.Linear(2, 2)
+    lazy = nn.LazyLinear(2)
     teacher, frozen, loss, tracked = copy.deepcopy(model), copy.deepcopy(model), Centered(), Centered()
     whole, average = nn.Sequential(model, nn.ReLU()), AveragedModel(model)
     check = ChangedModules({"model": model, "loss": tracked}, untracked.list_checked_objects())
@@ -158,7 +159,7 @@ def test_module_that_the_first_steps_change_is_named() -> None:
     assert "Centered (loss) holds 'center', which" in "".join(texts)
     named = "".join(check.describe())
     assert not any(f"({name})" in named for name in ("frozen", "tracked", "whole", "average", "model"))
-    del frozen
+    del frozen, lazy
 
 
 # ---- objects ------------------------------------------------------------------------------------------
