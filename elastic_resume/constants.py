@@ -46,6 +46,7 @@ ENV_LOCAL_HOST = "ELASTIC_RESUME_LOCAL_HOST"  # address or name at which other n
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"  # path of the page with the lease, for worker supervisors
 ENV_FORK_SERVER = "ELASTIC_RESUME_FORK_SERVER"  # abstract unix socket at which launcher shims request workers
 ENV_MAX_RESTARTS = "ELASTIC_RESUME_TORCH_MAX_RESTARTS"  # of --max-restarts, for the worker's environment
+ENV_FIXED_NODES = "ELASTIC_RESUME_FIXED_NODES"  # 1: --nnodes is one number, so the ranks stay as many
 ENV_STANDBY = "ELASTIC_RESUME_STANDBY"  # 1: the worker starts before its generation is known
 ENV_STATE_BYTES = "ELASTIC_RESUME_STATE_BYTES"  # for a standby: size of the job's state; 0 if unknown
 ENV_PARKED = "ELASTIC_RESUME_PARKED"  # followed by -LOCAL_RANK: abstract unix socket of a parked worker

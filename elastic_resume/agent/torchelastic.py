@@ -477,8 +477,9 @@ def prepare_launch(
     args.rdzv_conf = args.rdzv_conf.strip("'\"")  # no shell has removed them from a YAML list of arguments
     given_flags = _list_given_flags(args, given_flags, scheduler_context)
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
-    one_node = options.parse_nnodes(args.nnodes) == (1, 1)
-    _choose_rendezvous(args, given_flags, one_node=one_node)
+    least, most = options.parse_nnodes(args.nnodes)
+    os.environ[constants.ENV_FIXED_NODES] = str(int(least == most))
+    _choose_rendezvous(args, given_flags, one_node=most == 1)
     os.environ.pop(constants.ENV_MAX_RESTARTS, None)
     if "max_restarts" in given_flags:
         os.environ[constants.ENV_MAX_RESTARTS] = str(args.max_restarts)
@@ -525,7 +526,7 @@ def prepare_launch(
             options.describe_script_arguments(args.training_script_args),
             worker_command,
             filled.shared_dir,
-            args.master_port if one_node and "master_port" in given_flags and not args.standalone else 0,
+            args.master_port if most == 1 and "master_port" in given_flags and not args.standalone else 0,
         )
 
 

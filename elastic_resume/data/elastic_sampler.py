@@ -9,12 +9,14 @@ world of any size.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from elastic_resume import constants
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import (
     KEEP_GLOBAL,
@@ -241,7 +243,13 @@ class LocalBatches(GlobalBatches):
         before = super().begin_generation(position, old_world_size)
         if before is not None:
             self._sampler.log_other_length()
-        elif not self._can_keep_global and self._policy is None and self._bound and self._bound[0] == 0:
+        elif (
+            not self._can_keep_global
+            and self._policy is None
+            and self._bound
+            and self._bound[0] == 0
+            and os.environ.get(constants.ENV_FIXED_NODES) != "1"
+        ):
             logger.info(
                 "with another number of ranks an epoch has more or fewer steps, so a schedule that counts "
                 "steps gets another length: each rank reads as many samples as now (see on_world_change=)"
@@ -340,6 +348,14 @@ class LocalBatches(GlobalBatches):
         return self._epoch if self.shuffle_epoch is None else self.shuffle_epoch
 
 
+def find_loader(data: Any) -> Any:
+    """Return the DataLoader within an object around one, such as timm's PrefetchLoader; else ``data``."""
+    if isinstance(data, (DataLoader, GlobalBatches, DistributedSampler)) or hasattr(data, "state_dict"):
+        return data
+    held = [value for value in getattr(data, "__dict__", {}).values() if isinstance(value, DataLoader)]
+    return held[0] if len(held) == 1 and hasattr(data, "__iter__") else data
+
+
 def find_batches(data: Any) -> GlobalBatches | None:
     """Return the batches behind the ``data=`` of a script, or None if it keeps its own position.
 
@@ -396,10 +412,13 @@ def _check_not_prepared(loader: Any) -> None:
         )
 
 
-def has_our_batches(loader: Any) -> bool:
-    """Return whether ``loader`` reads our batches, perhaps through another library's samplers."""
-    for _ in range(MAX_WRAPPERS):
-        batches = getattr(loader, "batch_sampler", None)
+def has_our_batches(loader: Any, attribute: str = "batch_sampler") -> bool:
+    """Return whether ``loader`` reads our batches, perhaps through another library's samplers.
+
+    ``attribute`` holds the loader's first sampler.
+    """
+    for name in [attribute, *["batch_sampler"] * MAX_WRAPPERS]:
+        batches = getattr(loader, name, None)
         loader = getattr(loader, "sampler", None) if batches is None else batches
         if isinstance(loader, (GlobalBatches, ElasticSampler)):
             return True

@@ -54,7 +54,7 @@ class RandomNumbers:
     def __init__(self, mode: str, seed: int, rank: int = 0) -> None:
         """Start with ``seed``, of at most 64 bits; ``mode`` is one of MODES."""
         self.seed = seed
-        self.marks: dict[str, bool] = {}  # facts about the job; here because checkpoints have no other place
+        self.marks: dict[str, int] = {}  # facts about the job; here because checkpoints have no other place
         self._mode, self._rank = mode, rank
         self._stepping_thread = 0  # the thread that ended the last step, until it requests a batch
 

@@ -259,6 +259,11 @@ def _find_cause(verdict: Verdict) -> str:
     names = [each.name for each in verdict.differences if not each.is_tensor]
     if any(name.endswith(("/last_epoch", "/_step_count")) for name in names):
         return "Usual cause: scheduler.step() comes after run.step(): put it before."
+    if len(names) == verdict.count and all(name.startswith("scheduler") for name in names):
+        return (
+            "Usual cause: a number that the script gives to scheduler.step(), such as the epoch's mean loss: "
+            "in a resumed epoch it covers the batches after the resume only. Track its sum and count."
+        )
     if any(name.startswith(HYPERPARAMETERS) for name in names):
         return (
             "Usual cause: a scheduler that er.resume() or er.epochs() was not given: pass it as scheduler=; "

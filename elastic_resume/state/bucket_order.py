@@ -117,7 +117,7 @@ class BucketOrder:
         if ddp.static_graph:
             fits = name in self._single_pass_models and parameters.keys() >= set(order) != set()
         else:
-            fits = parameters.keys() == set(order)
+            fits = parameters.keys() == set(order) != set()  # all may be frozen, as in a teacher
         in_backward = any(hasattr(p, "_in_backward_optimizers") for p in parameters.values())
         is_plain = ddp.mixed_precision is None and not ddp._comm_hooks and not ddp._use_python_reducer  # noqa: SLF001
         return fits and is_plain and not in_backward

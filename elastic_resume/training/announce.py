@@ -110,7 +110,7 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         tier = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
         sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""
         state = (
-            f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {tier} "
+            f"resumed at {_format_place(position)} from {plan.source_node}'s {tier} "
             f"of generation {plan.source_generation}{sent}"
         )
     lost = "" if plan.kind == "cold" else "; no step lost"
@@ -126,6 +126,12 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         world += f" (before: {format_count(old_world_size or 0, 'rank')})"
     restored = "" if plan.kind == "cold" else f"; restored in {result.duration_s:.2f} s"
     return f"generation {plan.generation}: {state}{lost}; {world}{restored}"
+
+
+def _format_place(position: Position) -> str:
+    """Name the step, and the epoch after the first: a loop over steps has none."""
+    is_first = position.epoch == 0 and position.step_in_epoch == position.step
+    return f"step {position.step}" + ("" if is_first else f" (epoch {position.epoch})")
 
 
 def log_enumerate_hint(context: RankContext, position: Position) -> None:
@@ -170,7 +176,7 @@ class EarlierRunNotice:
             difference = describe_difference(
                 result.earlier_command, command, result.plan.previous_world_size, context.collectives.size
             )
-            where = f"at step {position.step} (epoch {position.epoch})"
+            where = f"at {_format_place(position)}"
             self._text = f"RESUMING AN EARLIER RUN from {context.run_dir} {where}. {difference}."
 
     def begin_loop(self, finished_reason: str, *, is_stopped: bool) -> None:

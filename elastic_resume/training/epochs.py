@@ -6,7 +6,6 @@ DistributedSampler over, so that an interrupted epoch continues at its next samp
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -17,11 +16,10 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    dataloader,
 )
 
 from elastic_resume.data.batch_size import check_integer, read_rank_and_world_size
-from elastic_resume.data.elastic_sampler import ElasticSampler, find_batches, has_our_batches
+from elastic_resume.data.elastic_sampler import ElasticSampler, find_batches, find_loader, has_our_batches
 from elastic_resume.errors import ConfigError
 from elastic_resume.training import worker_exit
 from elastic_resume.training.resume import resume
@@ -65,7 +63,6 @@ class Steps:
         self.run = run
         self._count, self._counter = count, counter
         self._numbers: Iterator[int] | None = None
-        self._must_look = run.rank == 0 and run.plan.kind == "cold"  # once, with the first step
 
     def __iter__(self) -> Iterator[int]:
         def begin() -> int:
@@ -74,13 +71,9 @@ class Steps:
 
         _note_counted_steps(self.run)
         iterate = self.run._iterate  # noqa: SLF001  not for scripts
-        yield from iterate("step", self._count, lambda: self.run.position.step, begin, self._end_step)
-
-    def _end_step(self) -> None:
-        self._counter.end_open_step()
-        if self._must_look:
-            self._must_look = False
-            _warn_of_loader()
+        yield from iterate(
+            "step", self._count, lambda: self.run.position.step, begin, self._counter.end_open_step
+        )
 
     def __next__(self) -> int:
         if self._numbers is None:
@@ -108,7 +101,8 @@ def epochs(count: int, data: Any = None, *, accumulate: int = 1, **arguments: An
         count: the number of epochs of the whole training.
         data: the loader that the loop reads in each epoch. A DistributedSampler in it is replaced by an
             `ElasticSampler` with its seed, ``shuffle`` and ``drop_last``; its ``set_epoch`` still works. The
-            loader of an `ElasticSampler` or a `GlobalBatches`, and a `ShardedStream`, stay as they are.
+            loader of an `ElasticSampler` or a `GlobalBatches`, and a `ShardedStream`, stay as they are. An
+            object around one DataLoader, as timm's PrefetchLoader, is one too.
         accumulate: how many batches an optimizer step reads, for gradient accumulation.
         **arguments: those of `er.resume`, with at least one optimizer of torch.
 
@@ -127,13 +121,14 @@ def epochs(count: int, data: Any = None, *, accumulate: int = 1, **arguments: An
             "...) with the loader that the loop reads. A loop that draws its batches itself takes er.steps()."
         )
     explain: Callable[[int], str] = "write er.epochs(..., accumulate={}).".format
-    length = _take_over_sampler(data, accumulate)
-    if length is None and has_our_batches(data):
-        explain = _explain_own_order(data, accumulate)
-    run = resume(data=data, **arguments)
-    if length is not None and length != len(data) and run.rank == 0 and run.plan.kind == "cold":
+    loader = find_loader(data)
+    length = _take_over_sampler(loader, accumulate)
+    if length is None and has_our_batches(loader):
+        explain = _explain_own_order(loader, accumulate)
+    run = resume(data=loader, **arguments)
+    if length is not None and length != len(loader) and run.rank == 0 and run.plan.kind == "cold":
         logger.warning(
-            f"WARNING: len(loader) was {length} before er.epochs(), and is {len(data)}: an epoch has whole "
+            f"WARNING: len(loader) was {length} before er.epochs(), and is {len(loader)}: an epoch has whole "
             "steps only. A schedule that was built from the former number does not end with the training: "
             "count its steps from the latter."
         )
@@ -192,16 +187,6 @@ def _note_counted_steps(run: Run) -> None:
     """Let this generation's checks know who counts the steps."""
     run._progress.is_counted_by_requests = True  # noqa: SLF001
     run._first_steps.note_counted_steps()  # noqa: SLF001
-
-
-def _warn_of_loader() -> None:
-    """Warn of a DataLoader that is being read in a loop over steps."""
-    kinds = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)  # noqa: SLF001
-    if any(type(item) in kinds for item in gc.get_objects()):
-        logger.warning(
-            "WARNING: a loop over er.steps() reads a DataLoader, whose position no checkpoint holds: after a "
-            "restart it begins anew. If the loop trains on it, write er.epochs(count, loader, ...)."
-        )
 
 
 def _explain_nothing(batches_per_step: int) -> str:

@@ -18,9 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.state.state_dict import RESERVED_PREFIX
+from elastic_resume.training.changed_modules import ChangedModules
+from elastic_resume.training.own_positions import OwnPositions
 from elastic_resume.training.untracked import (
     UntrackedOptimizerCheck,
+    describe_unknown_loader,
     find_untracked,
+    list_checked_objects,
     require_tracked_parameters,
 )
 
@@ -47,6 +51,8 @@ class FirstSteps:
         self._tracked, self._batches = tracked, batches
         self._log_enumerate_hint = log_enumerate_hint
         self.is_loop_over_epochs = False  # of the script's own; a library's loop has its own index
+        self.is_loop_of_script = False  # over epochs or steps
+        self._later_checks: list[ChangedModules | OwnPositions] = []  # they look at the fourth step again
         self._has_index = False  # of `run.enumerate`, which is right in a resumed epoch
         is_start = result.plan.kind == "cold" or result.earlier_command is not None
         self._is_new_start = rank == 0 and is_start
@@ -82,12 +88,19 @@ class FirstSteps:
         if self._order is not None:
             self._order.end_step()
             if self._steps >= CHECKED_STEPS:
-                self._order.close()
-                self._order = None
+                self._end_checks()
         if self._steps > 1 or not self._is_new_start:
             return
         require_tracked_parameters(self._tracked)  # also of groups that were added since
-        for text in find_untracked(self._tracked, has_data="data" in self._tracked):
+        objects = list_checked_objects()
+        self._later_checks.append(ChangedModules(self._tracked, objects))
+        texts = find_untracked(self._tracked, objects, has_data="data" in self._tracked)
+        has_own_position = "data" in self._tracked and self._batches is None  # as a stream
+        if self.is_loop_of_script and not has_own_position:
+            texts.append(describe_unknown_loader(objects, has_batches=self._batches is not None))
+            if self._batches is None:
+                self._later_checks.append(OwnPositions(self._tracked))
+        for text in filter(None, texts):
             logger.warning(f"WARNING: {text}")
         if self._batches is not None and not (self._batches.iterators or self._batches.handed_out):
             logger.warning(
@@ -95,13 +108,23 @@ class FirstSteps:
                 "resume continues at a wrong sample: pass the loader of the loop to er.resume()."
             )
 
+    def _end_checks(self) -> None:
+        for check in self._later_checks:
+            for text in check.describe():
+                logger.warning(f"WARNING: {text}")
+        self._close_order()
+
+    def _close_order(self) -> None:
+        self._later_checks.clear()
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+
     def close(self) -> None:
         """Stop checking."""
         if self._untracked_optimizers is not None:
             self._untracked_optimizers.close()
-        if self._order is not None:
-            self._order.close()
-            self._order = None
+        self._close_order()
 
 
 class CallOrder:

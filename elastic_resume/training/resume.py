@@ -163,7 +163,7 @@ def resume(
             tensor_pool = _touch_memory(state_dict.collect_objects({**objects, **(track or {})}))
             link.park()  # until the node is in a view; what follows reads rank and world size
         _check_resume_mode(resume)
-        batches = elastic_sampler.find_batches(data)
+        batches = elastic_sampler.find_batches(data := elastic_sampler.find_loader(data))
         _check_world_change_policy(data, batches, on_world_change)
         settings = Settings.for_worker(
             os.environ,

@@ -266,6 +266,7 @@ class Run:
         end: Callable[[], None],
     ) -> Iterator[int]:
         self._script_hooks.run()
+        self._first_steps.is_loop_of_script = True
         self._random_numbers.start_at(self._progress.position.step)
         finished = f"{unit} {get_number()} of {count} is over" if get_number() >= count else ""
         self._earlier_run_notice.begin_loop(finished, is_stopped=self._is_stopped)
@@ -316,7 +317,7 @@ class Run:
 
     @property
     def _is_stopped(self) -> bool:
-        return self._random_numbers.marks.get(IS_STOPPED, False)
+        return bool(self._random_numbers.marks.get(IS_STOPPED))
 
     def begin_epoch(self, *, from_start: bool = False) -> int:
         """Begin the next epoch, or go on with an interrupted one; return its number.
@@ -775,6 +776,7 @@ class Run:
             return
         self._closed = True
         if is_over:
+            worker_exit.report_caught_error()
             self._earlier_run_notice.log_and_record("the script has taken no step")
             if self._unfinished_loop and self.rank == 0 and not worker_exit.is_error_raised():
                 announce.warn_of_unfinished_loop(self._unfinished_loop)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
 from elastic_resume.data import elastic_sampler, rng
+from elastic_resume.data.dataset_digest import digest_dataset
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
@@ -32,6 +35,10 @@ from elastic_resume.state.parameters import FrozenParameters, ParameterOrder
 from elastic_resume.training import worker_exit
 from elastic_resume.training.heartbeat import RankHeartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
+
+logger = logging.getLogger(__name__)
+
+DATASET = "dataset"  # a mark of the checkpoint: the digest of rank 0's dataset at the first start
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,11 @@ class RunArguments:
     def records(self) -> dict[str, Any]:
         """What is tracked of the script's objects beside their state."""
         return {"elastic_resume.frozen": self.frozen, "elastic_resume.built": self.built_settings}
+
+    @functools.cached_property
+    def dataset_digest(self) -> int:
+        """The digest of the dataset as the script has built it; later it may keep other lists."""
+        return digest_dataset(self.data)
 
     @property
     def node_dir(self) -> Path:
@@ -112,10 +124,9 @@ def restore_parts(
         cleanup.callback(context.events.close)
         node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
         cleanup.callback(node_dir.release)
-        page, shared_seed = _open_page_and_share_seed(context, node_dir)
-        seed = options.seed if options.seed is not None else shared_seed
+        page, shared_seed, digests = _open_page_and_share_seed(context, node_dir, arguments.dataset_digest)
         bucket_order = BucketOrder()
-        random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
+        random_numbers = rng.RandomNumbers(options.rng, shared_seed, context.collectives.rank)
         rank_values = _exchange_rank_values(context, objects)
         tracked = {
             **objects,
@@ -132,6 +143,7 @@ def restore_parts(
         if coordinator.DATA in tracked:  # an object that keeps its own position
             progress.repeated_steps = 0
         _set_seeds(random_numbers, batches, options)
+        _check_dataset(digests, random_numbers.marks, result, context.collectives.rank)
         heartbeat = RankHeartbeat(page, context)
         scheduler = SnapshotScheduler(
             context,
@@ -174,9 +186,9 @@ def _exchange_rank_values(context: RankContext, objects: dict[str, Any]) -> list
 
 
 def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None, options: RunOptions) -> None:
-    """Set the seeds, after the checkpoint's is loaded."""
+    """Set the seeds, after that of the first start or of a checkpoint is known."""
     if options.seed is not None:
-        random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+        random_numbers.seed = options.seed  # an explicit seed overrides both
     if batches is not None:
         batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
@@ -220,17 +232,35 @@ def _bind_data(
     return stream
 
 
-def _open_page_and_share_seed(context: RankContext, node_dir: NodeDir) -> tuple[ProgressPage, int]:
-    """Open the node's progress page, check the node names, and return rank 0's seed, in one gather.
+def _open_page_and_share_seed(
+    context: RankContext, node_dir: NodeDir, dataset_digest: int
+) -> tuple[ProgressPage, int, list[int]]:
+    """Open the node's progress page, check the node names; return rank 0's seed, and all ranks' digests.
 
-    Scripts may have given torch.manual_seed different numbers on each rank.
+    It takes one gather. Scripts may have given torch.manual_seed different numbers on each rank.
     """
 
     def open_page() -> tuple[ProgressPage, Any]:
         page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
         seed = torch.initial_seed()  # 64 bits, unsigned
-        return page, [node_dir.read_identity(), seed if seed < 1 << 63 else seed - (1 << 64)]
+        seed = seed if seed < 1 << 63 else seed - (1 << 64)
+        return page, [node_dir.read_identity(), seed, dataset_digest]
 
     page, shared = context.run_and_gather(open_page)
-    context.check_node_names_unique([identity for identity, _ in shared])
-    return page, int(shared[0][1])
+    context.check_node_names_unique([identity for identity, _, _ in shared])
+    return page, int(shared[0][1]), [int(digest) for _, _, digest in shared]
+
+
+def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:
+    """Warn if the ranks have built different datasets, or another one than at the job's first start."""
+    first = marks.setdefault(DATASET, digests[0])
+    other = next((each for each, digest in enumerate(digests) if digest != digests[0]), None)
+    is_start = result.plan.kind == "cold" or result.earlier_command is not None
+    if rank or (first == digests[0] and (other is None or not is_start)):
+        return
+    place = "at each start of this job" if first != digests[0] else f"on all ranks, as on 0 and {other}"
+    logger.warning(
+        f"WARNING: the dataset of data= is not the same {place}: its lists differ. So a resumed epoch goes "
+        "on with other samples. If random_split() or a shuffle draws it without a seed, pass generator="
+        "torch.Generator().manual_seed(0), or call torch.manual_seed(0) and random.seed(0) before it."
+    )

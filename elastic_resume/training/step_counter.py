@@ -45,7 +45,7 @@ class StepCounter:
         *,
         finish: Callable[[int], None],
         count_batches: Callable[[], int],
-        get_marks: Callable[[], dict[str, bool]],
+        get_marks: Callable[[], dict[str, int]],
         explain: Callable[[int], str],
     ) -> None:
         """Watch the optimizers and GradScalers among the tracked objects.
@@ -230,7 +230,7 @@ class StepCounter:
 
     @property
     def _is_known(self) -> bool:
-        return self._get_marks().get(IS_KNOWN, False)
+        return bool(self._get_marks().get(IS_KNOWN))
 
     def _finish_held(self, expected: int) -> None:
         held, self._held = self._held, 0

@@ -6,6 +6,7 @@ script may have a way of its own, so a warning names the argument.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import re
@@ -19,8 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
 
-from elastic_resume.data.elastic_sampler import ElasticSampler
+from elastic_resume.data.elastic_sampler import ElasticSampler, has_our_batches
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import UsageError
 from elastic_resume.state import dtensors
@@ -30,6 +32,10 @@ from elastic_resume.state.state_dict import flatten, type_name, unwrap
 logger = logging.getLogger(__name__)
 
 MAX_WALK = 3  # containers and attributes between a tracked object and what it holds
+_LOADER_ITERATORS = {
+    dataloader._SingleProcessDataLoaderIter,  # noqa: SLF001
+    dataloader._MultiProcessingDataLoaderIter,  # noqa: SLF001
+}
 _AVERAGE = re.compile(r"(^|[a-z_])(EMA|Ema)([A-Z_V\d]|$)|Averag")  # AveragedModel, ModelEmaV2, EMAModel
 
 
@@ -52,20 +58,20 @@ def require_tracked_parameters(tracked: Mapping[str, Any]) -> None:
     ]
     if not suspects:
         return
-    held = _collect_held(tracked)
+    held = collect_held(tracked)
     suspects = [each for each in suspects if id(each[2]) not in held]
-    stored = {_find_storage(leaf.tensor) for leaf in flatten(tracked).leaves if leaf.tensor.numel()}
+    stored = {find_storage(leaf.tensor) for leaf in flatten(tracked).leaves if leaf.tensor.numel()}
     copied = {name: _find_copied_shapes(optimizers[name]) for name, _, _ in suspects}
     untracked = [
         each
         for each in suspects
         if each[2].numel()
-        and _find_storage(dtensors.to_local(each[2])) not in stored
+        and find_storage(dtensors.to_local(each[2])) not in stored
         and each[2].shape not in copied[each[0]]
     ]
     if untracked:
         name, index, parameter = untracked[0]
-        owner = _find_variable(parameter)
+        owner = find_variable(parameter)
         more = f", and {len(untracked) - 1} more" if len(untracked) > 1 else ""
         variable = owner or "criterion"
         raise UsageError(
@@ -77,7 +83,7 @@ def require_tracked_parameters(tracked: Mapping[str, Any]) -> None:
         )
 
 
-def _collect_held(tracked: Mapping[str, Any]) -> set[int]:
+def collect_held(tracked: Mapping[str, Any]) -> set[int]:
     """Return the ids of tensors and objects that tracked objects hold, optimizers excepted."""
     items = [item for item in tracked.values() if not isinstance(item, Optimizer)]
     return set(_iter_held(items))
@@ -105,7 +111,7 @@ def _iter_held(items: Iterable[Any]) -> Iterator[int]:
     yield from seen
 
 
-def _find_storage(tensor: Tensor) -> tuple[Any, int]:
+def find_storage(tensor: Tensor) -> tuple[Any, int]:
     """Return device and address of a tensor's memory: a view has that of its base."""
     return tensor.device, tensor.untyped_storage().data_ptr()
 
@@ -126,24 +132,40 @@ def _iter_tensors(value: Any) -> Iterator[Tensor]:
             yield from _iter_tensors(part)
 
 
-def _find_variable(parameter: Tensor) -> str:
-    """Return the name of the script's variable that is ``parameter`` or a module with it, or ""."""
+def find_variable(item: Any) -> str:
+    """Return the name of the script's variable that is ``item`` or a module with that parameter, or ""."""
+    for name, value in iter_variables():
+        module = unwrap(value) if isinstance(value, nn.Module) else None
+        if value is item or (module and any(p is item for p in module.parameters())):
+            return name
+    return ""
+
+
+def iter_variables() -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the functions of the script that have called this, innermost first."""
     frame: FrameType | None = sys._getframe()  # noqa: SLF001  to name the script's own variable
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("elastic_resume"):
-            for name, value in {**frame.f_globals, **frame.f_locals}.items():
-                module = unwrap(value) if isinstance(value, nn.Module) else None
-                if value is parameter or (module and any(p is parameter for p in module.parameters())):
-                    return str(name)
+            yield from {**frame.f_globals, **frame.f_locals}.items()
         frame = frame.f_back
-    return ""
 
 
 # ---- objects ------------------------------------------------------------------------------------------
 
 
-def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
-    """Describe schedulers, averages and samplers of this process that `er.resume` was not given."""
+def list_checked_objects() -> list[Any]:
+    """Return the objects of this process that the checks of the first step look at, in one pass."""
+    objects = gc.get_objects()
+    kinds = {
+        kind
+        for kind in set(map(type, objects))
+        if issubclass(kind, nn.Module) or kind in _LOADER_ITERATORS or _is_candidate(kind)
+    }
+    return [item for item in objects if type(item) in kinds]
+
+
+def find_untracked(tracked: Mapping[str, Any], objects: list[Any], *, has_data: bool) -> list[str]:
+    """Describe schedulers, averages and samplers among ``objects`` that `er.resume` was not given."""
     optimizers = {
         id(each): name
         for name, item in tracked.items()
@@ -152,8 +174,10 @@ def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
     }
     models = {name: unwrap(item) for name, item in tracked.items() if isinstance(item, nn.Module)}
     shapes = {name: [p.shape for p in model.parameters()] for name, model in models.items()}
-    candidates = [item for item in _iter_candidates() if unwrap(item) is item]
-    held = _collect_held(tracked)
+    kinds = {kind for kind in set(map(type, objects)) if _is_candidate(kind)}
+    candidates = [item for item in objects if type(item) in kinds and hasattr(item, "__dict__")]
+    candidates = [item for item in candidates if unwrap(item) is item]
+    held = collect_held(tracked)
     candidates = [item for item in candidates if id(item) not in held]
     inner = {part for item in candidates for part in _iter_held([item]) if part != id(item)}
     found = []
@@ -182,14 +206,8 @@ def find_untracked(tracked: Mapping[str, Any], *, has_data: bool) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _iter_candidates() -> Iterator[Any]:
-    """Yield the objects of this process whose class may be a scheduler, an average or a sampler of ours."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if _is_candidate(kind)}
-    yield from (item for item in objects if type(item) in kinds and hasattr(item, "__dict__"))
-
-
 def _is_candidate(kind: type) -> bool:
+    """Return whether a class may be a scheduler, an average or a sampler of ours."""
     if issubclass(kind, (ElasticSampler, GlobalBatches)):
         return kind.__name__ != "LocalBatches"
     if issubclass(kind, Optimizer):
@@ -198,12 +216,17 @@ def _is_candidate(kind: type) -> bool:
     if not {"state_dict", "load_state_dict"} <= methods:
         return False
     is_module = issubclass(kind, nn.Module)
-    return ("step" in methods and not is_module) or _AVERAGE.search(kind.__name__) is not None
+    return ("step" in methods and not is_module) or is_average(kind)
+
+
+def is_average(kind: type) -> bool:
+    """Return whether a class averages weights, by its name."""
+    return _AVERAGE.search(kind.__name__) is not None
 
 
 def _averages(item: Any, shapes: list[Any]) -> bool:
     """Return whether an object of a class for averages holds tensors like the parameters of a model."""
-    if not _AVERAGE.search(type(item).__name__):
+    if not is_average(type(item)):
         return False
     if isinstance(item, nn.Module):
         own = [p.shape for p in item.parameters()]
@@ -211,6 +234,24 @@ def _averages(item: Any, shapes: list[Any]) -> bool:
     values = vars(item).values()
     tensors = [list(v.values()) if isinstance(v, dict) else v for v in values if isinstance(v, (dict, list))]
     return any([t.shape for t in each if isinstance(t, Tensor)] == shapes for each in tensors)
+
+
+def describe_unknown_loader(objects: list[Any], *, has_batches: bool) -> str:
+    """Describe a DataLoader that is being read and that ``data=`` does not name, or return ""."""
+    for item in objects:
+        if type(item) not in _LOADER_ITERATORS or has_our_batches(item, "_index_sampler"):
+            continue
+        with contextlib.suppress(TypeError):  # an IterableDataset may have no length
+            if not 0 < item._num_yielded < len(item):  # noqa: SLF001
+                continue
+        remedy = "write er.epochs(count, loader, ...), or pass it as data=."
+        if has_batches:
+            remedy = "read both through one dataset that returns a sample of each."
+        return (
+            f"the loop reads a DataLoader of a {type_name(item._dataset)}, whose position no checkpoint "  # noqa: SLF001
+            f"holds: after a restart it begins anew. If training reads it, {remedy}"
+        )
+    return ""
 
 
 class UntrackedOptimizerCheck:

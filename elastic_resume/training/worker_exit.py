@@ -103,16 +103,21 @@ class _ExceptHook:
         self.base_hook = base_hook
         self._pid = os.getpid()
 
+    def report(self, error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+        """Emit the event of ``error``, once; return its fields."""
+        fields = _describe_error(error, trace)
+        if not isinstance(error, KeyboardInterrupt) and error is not _ExceptHook.reported_error:
+            _ExceptHook.reported_error = error
+            self.events.emit("failure", **fields)
+        return fields
+
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid:  # a child that the script has forked: its failure is not the rank's
             self.previous_hook(kind, error, trace)
             return
         DrainRequest.terminate_instead_of_raising(kind)
         unwritten_before = self.events.unwritten_count
-        fields = _describe_error(error, trace)
-        if not issubclass(kind, KeyboardInterrupt) and error is not _ExceptHook.reported_error:
-            _ExceptHook.reported_error = error
-            self.events.emit("failure", **fields)
+        fields = self.report(error, trace)
         is_written = self.events.unwritten_count <= unwritten_before
         is_ours = isinstance(error, ElasticResumeError)
         is_whole = not is_ours or fields["message"] == str(error)
@@ -126,6 +131,15 @@ class _ExceptHook:
             self.previous_hook(kind, error, trace)
             if damage := describe_damaged_bytecode(error):
                 print(f"elastic_resume: error: {damage}", file=sys.stderr, flush=True)
+
+
+def report_caught_error() -> None:
+    """Report the exception that the script has caught and printed before it exits with 1, as Hydra does."""
+    end, hook = getattr(sys, "last_value", None), sys.excepthook
+    if isinstance(end, SystemExit) and end.code == 1 and isinstance(hook, _ExceptHook):
+        error = end.__context__
+        if isinstance(error, Exception):
+            hook.report(error, error.__traceback__)
 
 
 def is_error_raised() -> bool:
@@ -148,7 +162,7 @@ def _is_printed_by_agent() -> bool:
 def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
     """Return the fields of a ``failure`` event; ``frame`` is the innermost frame outside libraries."""
     frames = traceback.extract_tb(trace)
-    candidates = [frame for frame in frames if not _is_library_file(frame.filename)] or list(frames)
+    candidates = [frame for frame in frames if not is_library_file(frame.filename)] or list(frames)
     frame = candidates[-1] if candidates else None
     place = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -195,7 +209,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_DETAIL_CHARS else f"{text[:half]}\n…\n{text[-half:]}"
 
 
-def _is_library_file(filename: str) -> bool:
+def is_library_file(filename: str) -> bool:
+    """Return whether the file is of this package or of an installed one."""
     return "site-packages" in filename or "<frozen" in filename or filename.startswith(_PACKAGE_DIR + os.sep)
 
 

@@ -204,4 +204,7 @@ def test_resume_line_counts_recomputed_steps(lost: int, said: str) -> None:
     """Rank 0 prints the line."""
     plan = ResumePlan("resumed", 2, 5, "n0", recomputed_steps=lost)
     resumed = ResumeResult(plan, None, FlatState((), {}), ("n0",), 0.1)
-    assert said in announce.format_start(resumed, Position(0, 5, 5, 5), 1)
+    line = announce.format_start(resumed, Position(0, 5, 5, 5), 1)
+    assert said in line
+    assert "resumed at step 5 from n0" in line
+    assert "at step 5 (epoch 1) from" in announce.format_start(resumed, Position(1, 2, 5, 5), 1)

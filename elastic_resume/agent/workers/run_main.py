@@ -98,7 +98,9 @@ def run(command: list[str]) -> None:
             runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001
         else:
             _run_file(words[0], main)
-    except SystemExit:
+    except SystemExit as end:
+        if end.code:  # functions of atexit ask whether an error has ended the script
+            sys.last_value = end
         raise
     except BaseException as error:  # noqa: BLE001 - as the interpreter does
         uncaught = error

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import elastic_resume as er
+from elastic_resume import constants
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.data import batch_size
 from elastic_resume.data.elastic_sampler import ElasticSampler, check_no_per_rank_state, find_batches
@@ -619,3 +620,16 @@ def test_torchdatas_loader_around_our_samplers_resumes(begin: Begin, kind: str) 
                 run.step()
             break
     assert sorted(read) == list(range(40))
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_what_another_number_of_ranks_would_do_is_said_where_it_can_come(
+    is_fixed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent knows whether --nnodes is one number."""
+    monkeypatch.setenv(constants.ENV_FIXED_NODES, str(int(is_fixed)))
+    batches = ElasticSampler(NumberDataset(24), batch_size=2, accumulate=2).attach(2, drop_last=False)
+    batches.bind(0, 2)
+    with caplog.at_level("INFO"):
+        assert batches.begin_generation(None, None) is None
+    assert ("with another number of ranks" in caplog.text) != is_fixed

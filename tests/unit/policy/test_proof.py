@@ -220,6 +220,14 @@ def test_failed_proof_names_values_and_a_usual_cause(
     assert cause in text
 
 
+def test_number_that_the_script_gives_its_scheduler_is_told_from_an_untracked_one() -> None:
+    """The mean loss of an epoch is one; it changes nothing else if it is not read."""
+    metric = replace(RATE, name="scheduler/metric")
+    found = replace(SAME, differences=(metric,), count=1, beyond_rounding=True)
+    assert "gives to scheduler.step(), such as the epoch's mean loss" in describe(judge(7, 9, [found]))
+    assert "run.position" in describe(judge(7, 9, [replace(found, count=2)]))
+
+
 def test_proof_says_how_much_was_computed_and_compared() -> None:
     """A change that acts later is not seen, so the number of steps matters."""
     assert describe(judge(8, 9, [SAME, SAME])) == (

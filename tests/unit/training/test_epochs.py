@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
 
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, UsageError
@@ -406,6 +406,67 @@ def test_stopped_training_is_over_for_good(
     assert "nothing is left to train: run.stop() has ended the training." in log
 
 
+class Prefetcher:
+    """Moves batches to the GPU one ahead of the loop, as timm's PrefetchLoader does."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        batches = iter(self.loader)
+        ahead = next(batches, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            yield batch
+
+
+def test_object_around_a_loader_is_the_loader_of_the_loop(begin: Begin) -> None:
+    """Its requests end the steps, though it reads its loader ahead; the sampler within it is taken over."""
+    whole = begin(seed=3)
+    for epoch in whole.epochs():
+        whole.sampler.set_epoch(epoch)
+        for batch in whole.loader:
+            whole.train(batch)
+    whole.directory /= "ahead"
+    jobs = []
+    for _ in range(2):
+        jobs.append(begin(seed=3))
+        job = jobs[-1]
+        job.directory = whole.directory
+        loader = Prefetcher(job.loader)
+        for epoch in (epochs := job.epochs(data=loader)):
+            job.sampler.set_epoch(epoch)
+            for batch in loader:
+                job.train(batch)
+                if job is jobs[0] and len(job.read) == 6:
+                    epochs.run.save()
+                    break
+            if job is jobs[0] and len(job.read) == 6:
+                break
+    assert jobs[0].read + jobs[1].read == whole.read
+    assert (jobs[1].at, jobs[1].scheduler.last_epoch) == ((2, 0, 8), 8)
+
+
+def test_dataset_of_another_order_is_named_at_the_restart(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As random_split() draws it without a seed."""
+    for order, warned in (([*range(SAMPLES)], 0), ([*range(SAMPLES)], 0), ([*range(SAMPLES)][::-1], 1)):
+        job = begin()
+        sampler = DistributedSampler(subset := Subset(range(99), order), 1, 0)  # type: ignore[var-annotated, arg-type]
+        job.loader = DataLoader(subset, BATCH, sampler=sampler)
+        for _ in (epochs := job.epochs(9)):
+            for batch in job.loader:
+                job.train(batch)
+            epochs.run.save()
+            break
+        log = capsys.readouterr().err
+        assert log.count("the dataset of data= is not the same at each start of this job") == warned
+
+
 def test_index_goes_on_in_a_resumed_epoch(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
     """That of `enumerate` does not, and the log says so once in a job, unless the loop uses ours."""
     indices: list[int] = []
@@ -577,7 +638,75 @@ def test_loader_in_a_loop_over_steps_is_named(begin: Begin, capsys: pytest.Captu
     job.run, batches = steps.run, iter(job.loader)
     for _ in steps:
         job.train(next(batches))
-    assert capsys.readouterr().err.count("a loop over er.steps() reads a DataLoader") == 1
+    log = capsys.readouterr().err
+    assert log.count("the loop reads a DataLoader of a list, whose position no checkpoint holds") == 1
+    assert "write er.epochs(count, loader, ...)" in log
+
+
+class TokenLoader:
+    """A loader that keeps a position, as in scripts without a DataLoader."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next_batch(self) -> torch.Tensor:
+        """Return the next batch."""
+        self.position += 1
+        return torch.tensor([self.position])
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take the position."""
+        self.position = state["position"]
+
+
+def generate() -> Iterator[torch.Tensor]:
+    """Yield batches for ever."""
+    position = 0
+    while True:
+        position += 1
+        yield torch.tensor([position])
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+def test_loader_of_the_script_that_counts_on_is_named(
+    begin: Begin, is_tracked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its variable: an object with a position, and a generator. Not one whose position stays."""
+    job = begin()
+    train_loader, val_loader, batches = TokenLoader(), TokenLoader(), generate()
+    steps = er.steps(
+        5, **job.arguments(track={"train_loader": er.per_rank(train_loader)} if is_tracked else None)
+    )
+    job.run = steps.run
+    for step in steps:
+        job.train(train_loader.next_batch() if step % 2 or is_tracked else next(batches))
+        val_loader.position = 0
+    log = capsys.readouterr().err
+    named = "TokenLoader) counts on: the first steps have changed its 'position', and no checkpoint holds it"
+    assert log.count(named) == log.count("er.per_rank(train_loader)") == (not is_tracked)
+    assert log.count("batches (a generator) counts on") == log.count("a generator cannot") == (not is_tracked)
+    assert ("WARNING: train_loader (a" in log) != is_tracked
+    assert "val_loader" not in log
+
+
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_second_loader_is_named_if_it_is_open_between_two_steps(
+    begin: Begin, is_pair: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pairs of batches would differ after a resume. That of an evaluation is read to its end, or left."""
+    job = begin()
+    second: DataLoader[Any] = DataLoader(list(range(40)), 2)  # type: ignore[arg-type]
+    kept = iter(second)
+    assert len(list(kept)) == 20
+    for _ in job.epochs(1):
+        for batch in (first for first, _ in zip(job.loader, second, strict=False)) if is_pair else job.loader:
+            job.train(batch)
+            next(iter(second))
+    assert capsys.readouterr().err.count("read both through one dataset") == is_pair
 
 
 def test_loop_over_steps_resumes_at_its_next_step(begin: Begin) -> None:

@@ -17,6 +17,7 @@ import elastic_resume as er
 from elastic_resume.errors import UsageError
 from elastic_resume.state import state_dict
 from elastic_resume.training import untracked
+from elastic_resume.training.changed_modules import ChangedModules
 from tests.support.state_image import Box
 
 
@@ -122,6 +123,45 @@ def test_parameter_without_requires_grad_but_with_a_gradient_is_trained() -> Non
         untracked.require_tracked_parameters({"optimizer": torch.optim.SGD([master])})
 
 
+# ---- modules that training changes ----------------------------------------------------------------------
+
+
+class Centered(nn.Module):
+    """A loss with a buffer that each call replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center: Tensor
+        self.register_buffer("center", torch.zeros(2))
+
+    def update(self) -> None:
+        """Move the center."""
+        self.center = self.center * 0.9 + 1
+
+
+def test_module_that_the_first_steps_change_is_named() -> None:
+    """A teacher that follows the model, and a loss with a center; no other."""
+    model = nn.Linear(2, 2)
+    lazy = nn.LazyLinear(2)
+    teacher, frozen, loss, tracked = copy.deepcopy(model), copy.deepcopy(model), Centered(), Centered()
+    whole, average = nn.Sequential(model, nn.ReLU()), AveragedModel(model)
+    check = ChangedModules({"model": model, "loss": tracked}, untracked.list_checked_objects())
+    with torch.no_grad():
+        for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+            new.add_(1)
+            old.data.mul_(0.9).add_(0.1 * new)
+    for each in (loss, tracked):
+        each.update()
+    average.update_parameters(whole[0])
+    texts = [text for text in check.describe() if "(teacher)" in text or "(loss)" in text]
+    assert len(texts) == 2
+    assert "linear.Linear (teacher) holds 'weight', which the first steps have changed" in "".join(texts)
+    assert "Centered (loss) holds 'center', which" in "".join(texts)
+    named = "".join(check.describe())
+    assert not any(f"({name})" in named for name in ("frozen", "tracked", "whole", "average", "model"))
+    del frozen, lazy
+
+
 # ---- objects ------------------------------------------------------------------------------------------
 
 
@@ -198,7 +238,7 @@ def test_object_that_was_not_given_is_named(case: str, monkeypatch: pytest.Monke
     tracked = objects | {name: item for name, item in made.items() if name != "x"}
     new = [item for item in gc.get_objects() if id(item) not in known]
     monkeypatch.setattr(gc, "get_objects", lambda: new)
-    found = untracked.find_untracked(tracked, has_data="data" in tracked)
+    found = untracked.find_untracked(tracked, untracked.list_checked_objects(), has_data="data" in tracked)
     assert len(found) == bool(told), found
     assert told in "".join(found)
     del others
@@ -209,8 +249,12 @@ def test_loader_and_gradients_keep_nothing_alive() -> None:
     model = nn.Linear(3, 2)
     average = AveragedModel(model)
     loader: DataLoader[Tensor] = DataLoader(torch.zeros(2), batch_sampler=er.GlobalBatches(2, 1))  # type: ignore[arg-type]
-    assert untracked.find_untracked({"model": model, "data": loader}, has_data=True)
+    assert untracked.find_untracked(
+        {"model": model, "data": loader}, untracked.list_checked_objects(), has_data=True
+    )
     del average
     gc.collect()
-    found = untracked.find_untracked({"model": model, "data": loader}, has_data=True)
+    found = untracked.find_untracked(
+        {"model": model, "data": loader}, untracked.list_checked_objects(), has_data=True
+    )
     assert not [text for text in found if "averages" in text]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +46,30 @@ def test_error_that_is_only_quoted_is_not_reported() -> None:
     fields = worker_exit._describe_error(ValueError(f"rank 3 failed: {ECC}"), None)
     (failure,) = classify_failures([{"t": 1.0, "event": "failure", "rank": 0, **fields}], "a")
     assert (failure.kind, failure.gpu_error) == ("exception", None)
+
+
+def test_exception_that_the_script_has_caught_before_it_exits_with_1_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Hydra prints it and exits. An exit with another code is the script's own decision."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    path = tmp_path / "events.jsonl"
+    events = worker_exit.open_event_log(path, "a", 0)
+    worker_exit.install_hook(events)
+    for code in (0, 2, 1, 1):
+        try:
+            try:
+                raise KeyError(f"code {code}")
+            except KeyError:
+                sys.exit(code)
+        except SystemExit as end:
+            monkeypatch.setattr(sys, "last_value", end, raising=False)
+        worker_exit.report_caught_error()
+        worker_exit.report_caught_error()
+    events.close()
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [each["message"] for each in found] == ["'code 1'", "'code 1'"]
+    assert {each["event"] for each in found} == {"failure"}
 
 
 def test_next_generation_takes_sigterm_from_one_that_failed_at_its_start(
