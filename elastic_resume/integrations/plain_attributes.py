@@ -43,7 +43,7 @@ class NotPlainError(Exception):
 class Form:
     """A copy of a value: ``skeleton`` has references in the places of ``tensors``, which are the live ones.
 
-    ``versions`` tell whether a tensor was exchanged or changed. The form keeps it, so its address stays taken.
+    ``versions`` tell whether a tensor was exchanged or changed. The form holds it: its address stays taken.
     """
 
     skeleton: Any
@@ -95,17 +95,17 @@ def _list_object(
 def is_of_script(value: Any) -> bool:
     """Return whether ``value`` is an object, with attributes, of a class that no installed package has."""
     kind = type(value)
-    return kind.__module__ != "builtins" and hasattr(value, "__dict__") and _is_script_class(kind)
+    return kind.__module__ != "builtins" and hasattr(value, "__dict__") and _is_script_module(kind.__module__)
 
 
 @functools.cache
-def _is_script_class(kind: type) -> bool:
-    if kind.__module__ == "__main__":
+def _is_script_module(name: str) -> bool:
+    if name == "__main__":
         return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    file = getattr(sys.modules.get(name), "__file__", None)
     return (
         file is not None
-        and kind.__module__.partition(".")[0] != "elastic_resume"
+        and name.partition(".")[0] != "elastic_resume"
         and not str(Path(file).resolve()).startswith(_LIBRARY_PATHS)
         and "-packages/" not in file
     )

@@ -1,4 +1,4 @@
-"""Start a Trainer: the global batch of the job's first start, and the values of a checkpoint of transformers."""
+"""Start a Trainer: with the global batch of the job's first start, or after the steps of another job."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def check_same_checkpoint(trainer: Any, path: str | None) -> None:
     steps = trainer.accelerator.gather(torch.tensor([step], device=trainer.args.device)).tolist()
     if len(set(steps)) > 1 or step == -2:
         raise UsageError(
-            f"ElasticTrainer cannot train here: resume_from_checkpoint={path!r} is not the same checkpoint on "
-            "every rank, or is none. Put it where all nodes see it, or leave resume_from_checkpoint out."
+            f"ElasticTrainer cannot train here: resume_from_checkpoint={path!r} is not the same checkpoint "
+            "on every rank, or is none. Put it where all nodes see it, or leave resume_from_checkpoint out."
         )
 
 

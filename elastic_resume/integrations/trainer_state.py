@@ -1,8 +1,8 @@
 """Track what a Trainer logs, and what it and its callbacks hold as plain attributes.
 
-Both are read at each step boundary, in the exchange of numbers that the ranks have there. A rank sends each of
-its changed attributes as JSON, or a digest of a long one, which counts if all ranks have the same. So nothing
-needs to know which attributes a class of Trainer or callback has. What cannot be kept is named once.
+The ranks exchange both at each step boundary. A rank sends each of its changed attributes as JSON, or a digest
+of a long one, which is kept if all ranks have the same. So no table says which attributes a class of Trainer
+or callback has. What cannot be kept is named once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 class LogHistory(RankState):
-    """`TrainerState.log_history`, as rank 0 has it: each entry's results, and beside them what was measured."""
+    """`TrainerState.log_history`, as rank 0 has it: of each entry the results, and what was measured."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LogHistory(RankState):
 
 
 def _divide_entry(entry: Mapping[str, Any]) -> list[str]:
-    """Return an entry's results and its times as JSON. A restart computes the results once more, bit for bit."""
+    """Return an entry's results as JSON, which a restart computes once more, and what it has measured."""
     parts: list[Row] = [{}, {}]
     for key, value in entry.items():
         parts[MEASURED.search(key) is not None][key] = value

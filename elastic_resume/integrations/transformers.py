@@ -187,6 +187,17 @@ class _LoopBegin(TrainerCallback):
         self._tell()
 
 
+def _purge_once(callback: TensorBoardCallback, step: int) -> Callable[..., Any]:
+    """Return what makes the callback's first writer: TensorBoard then hides earlier points from ``step`` on."""
+    kind: Any = callback._SummaryWriter  # noqa: SLF001  the callback makes its writers of this
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        set_known(callback, "_SummaryWriter", kind)  # an evaluation after the training makes another
+        return kind(*args, purge_step=step, **kwargs)
+
+    return make
+
+
 def _to_plain(value: Any) -> Any:
     """Return a number of numpy as one of Python."""
     return value.item() if hasattr(value, "item") else value
@@ -196,9 +207,9 @@ class ElasticTrainer(transformers.Trainer):
     """A Trainer whose training goes on after the loss of workers and nodes.
 
     Derive from it first, then from the Trainer that you use. One optimizer step has
-    ``per_device_train_batch_size`` x ranks x ``gradient_accumulation_steps`` samples, with the number of ranks
-    of the job's first start. With fewer ranks each accumulates more. ``elastic_global_batch`` sets another
-    number of samples; then leave out ``gradient_accumulation_steps``.
+    ``per_device_train_batch_size`` x ranks x ``gradient_accumulation_steps`` samples, with the number of
+    ranks of the job's first start. With fewer ranks each accumulates more. ``elastic_global_batch`` sets
+    another number of samples; then leave out ``gradient_accumulation_steps``.
 
     ``elastic_options`` are further arguments of `er.resume`, such as ``ckpt_dir``, ``save_every`` or
     ``track``. ``elastic_run`` is the `Run`, from ``on_train_begin`` on.
@@ -389,7 +400,7 @@ class ElasticTrainer(transformers.Trainer):
         return (num_train_epochs if is_over else run.position.epoch), 0
 
     def _elastic_start_from(self, max_steps: int, steps_per_epoch: int, epochs: int, trial: Any) -> None:
-        """Begin a new job with the checkpoint that `train` was given. A job that goes on has its own state."""
+        """Begin a new job with the checkpoint that `train` was given. A resumed job has its own state."""
         run, path = self._elastic_get_run(), self._elastic_checkpoint
         if run.plan.kind != "cold":
             if run.rank == 0:
@@ -398,13 +409,13 @@ class ElasticTrainer(transformers.Trainer):
                     f"{run.position.step}, from its own newest state."
                 )
             return
-        if path is True:
+        if not isinstance(path, str):
             path = get_last_checkpoint(self.args.output_dir)
         trainer_start.check_same_checkpoint(self, path)
         if path is None:
             raise UsageError(
-                "ElasticTrainer cannot train here: resume_from_checkpoint is True, and there is no checkpoint "
-                f"in {self.args.output_dir}. Leave it out at the first start: the job continues by itself."
+                "ElasticTrainer cannot train here: resume_from_checkpoint is True, and there is no "
+                f"checkpoint in {self.args.output_dir}. Leave it out at the first start: the job continues by itself."
             )
         super()._init_training_state(max_steps, steps_per_epoch, epochs, path, trial)
         self._load_from_checkpoint(path, self.model_wrapped if self.is_fsdp_enabled else None)
@@ -444,9 +455,7 @@ class ElasticTrainer(transformers.Trainer):
             if callback.logging_dir is None:
                 callback.logging_dir = str(Path(self.args.output_dir, "runs", name))
             if self._elastic_get_run().plan.kind != "cold":
-                writer = callback._SummaryWriter  # noqa: SLF001  the Trainer makes it without arguments
-                purging = functools.partial(writer, purge_step=self.state.global_step)
-                set_known(callback, "_SummaryWriter", purging)
+                set_known(callback, "_SummaryWriter", _purge_once(callback, self.state.global_step))
 
     def _prepare_for_training(self, *_: Any, **__: Any) -> Any:
         return self._elastic_prepared
@@ -653,7 +662,7 @@ def _without_labels(batch: Any) -> Any:
 
 
 class Trainer(ElasticTrainer):
-    """transformers' Trainer, by a changed import: ``from elastic_resume.integrations.transformers import Trainer``.
+    """transformers' Trainer, by one changed import: it comes from this module.
 
     The Trainers of TRL, and transformers' Seq2SeqTrainer, are here under their names too.
     """
@@ -669,8 +678,8 @@ def __getattr__(name: str) -> Any:
             base = getattr(importlib.import_module("trl"), name)
         except ImportError as error:
             raise MachineError(
-                f"elastic_resume.integrations.transformers: {name} is none of transformers, and TRL cannot be "
-                f"imported ({error}): pip install trl."
+                f"elastic_resume.integrations.transformers: {name} is none of transformers, and TRL cannot "
+                f"be imported ({error}): pip install trl."
             ) from error
     kind = type(name, (ElasticTrainer, base), {"__module__": __name__, "__doc__": base.__doc__})
     globals()[name] = kind
