@@ -27,6 +27,7 @@ Owners = Mapping[str, tuple[Any, frozenset[str]]]  # by name: an object, and att
 
 MAX_DEPTH = 3  # objects of the script within each other
 MAX_ITEMS = 10_000  # of one attribute: it is read at every step, in about 1 us for each
+MAX_OBJECTS = 100  # of the script in one list or dict
 FLAT_ITEMS = 16  # numbers in a list that take as long
 SCALARS = frozenset({bool, int, float, str, bytes, complex, type(None)})
 _MODULE_NAMES = frozenset(vars(nn.Module()))
@@ -84,12 +85,22 @@ def _list_object(
     for name, value in list(vars(owner).items()):
         if name in excluded:
             continue
-        if depth < MAX_DEPTH and is_of_script(value) and not _has_state(value):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield from _list_object(f"{title}.{name}", value, frozenset(), seen, depth + 1)
-        else:
+        inner = _find_script_objects(f"{title}.{name}", value) if depth < MAX_DEPTH else {}
+        if not any(item is value for item in inner.values()):
             yield f"{title}.{name}", owner, name
+        for path, item in inner.items():
+            if id(item) not in seen:
+                seen.add(id(item))
+                yield from _list_object(path, item, frozenset(), seen, depth + 1)
+
+
+def _find_script_objects(path: str, value: Any) -> dict[str, Any]:
+    """Return ``value``, or what a list or dict holds, by path, where it is an object of the script's own."""
+    items = {path: value}
+    if isinstance(value, (list, tuple, dict)) and len(value) <= MAX_OBJECTS:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        items = {f"{path}[{key!r}]": item for key, item in pairs}
+    return {path: item for path, item in items.items() if is_of_script(item) and not _has_state(item)}
 
 
 def is_of_script(value: Any) -> bool:
@@ -214,7 +225,8 @@ def _merge(live: Any, value: Any, tensors: tuple[Tensor, ...], make: Callable[[T
         if not isinstance(live, dict):
             return type(value)(items)
         live.clear()
-        dict.update(live, items)  # a Counter's own method adds
+        for key, item in items.items():  # update() of a Counter adds
+            live[key] = item
         return live
     if isinstance(value, (list, tuple, deque)):
         old_items = list(live) if isinstance(live, (list, tuple, deque)) else []

@@ -1,8 +1,8 @@
 """Track what a Trainer logs, and what it and its callbacks hold as plain attributes.
 
-The ranks exchange both at each step boundary. A rank sends each of its changed attributes as JSON, or a digest
-of a long one, which is kept if all ranks have the same. So no table says which attributes a class of Trainer
-or callback has. What cannot be kept is named once.
+The ranks exchange both at each step boundary. A rank sends each of its changed attributes as JSON, or a
+digest of a long one, which is kept if all ranks have the same. So no table says which attributes a class of
+Trainer or callback has. What cannot be kept is named once.
 """
 
 from __future__ import annotations
@@ -88,23 +88,25 @@ def _to_plain(value: Any) -> Any:
 class ChangedAttributes(RankState):
     """The attributes of a Trainer and its callbacks that have changed since `begin`."""
 
-    def __init__(self, trainer: Any, known: type, own_names: frozenset[str], tracked: list[Any]) -> None:
-        """``known`` is the library's class, whose own attributes are no business of ours.
-
-        ``own_names`` are further ones, and ``tracked`` the objects that are restored elsewhere.
-        """
+    def __init__(self, trainer: Any, known: frozenset[str], tracked: list[Any]) -> None:
+        """Leave out the attributes ``known`` of the Trainer, and ``tracked`` objects: others restore them."""
         super().__init__()
         self._trainer, self._tracked = trainer, {id(unwrap(item)) for item in tracked}
         models = [unwrap(item) for item in tracked if isinstance(item, nn.Module)]
         self._parameters = {id(parameter) for model in models for parameter in model.parameters()}
         self._rank: int = trainer.args.process_index
-        self._excluded = list_own_attributes(known) | own_names
+        self._excluded = known
         self._owners: Owners | None = None  # None until `begin`
         self._baseline: dict[str, Form | tuple[Any, str]] = {}  # of each attribute that has not changed
         self._begin_times: list[float] = []
+        self._known_owners: dict[int, Any] = {}
         self._forms: dict[str, Form] = {}  # of those that have
+        self._held: dict[
+            str, Any
+        ] = {}  # modules and the like that have: `untracked` then knows that they are kept
         self._agreed: set[str] = set()  # long ones that all ranks have
         self._refused: set[str] = set()
+        self._named: list[str] = []  # of these, in the log of any generation
         self._shared: dict[str, Form] = {}
         self._loaded: dict[str, Form] = {}
 
@@ -127,9 +129,11 @@ class ChangedAttributes(RankState):
     def begin(self) -> None:
         """Set what was loaded, and notice changes from now on: the first epoch is about to begin."""
         self._owners = self.list_owners()
+        self._known_owners = {id(owner): owner for owner, _ in self._owners.values()}
         self.set_loaded()
         self._begin_times = [clock() for clock in CLOCKS]
-        for path, value, _, _ in self._iter_values():
+        for path, value, owner, _ in self._iter_values():
+            self._known_owners[id(owner)] = owner
             try:
                 self._baseline[path] = read(value)
             except NotPlainError as error:
@@ -143,6 +147,8 @@ class ChangedAttributes(RankState):
             owner = places[path][0] if path in places else (self._owners or {}).get(title, (None,))[0]
             if owner is not None:  # an attribute may have been made in training
                 assign(owner, name, form, self._trainer.args.device)
+            else:
+                self._refuse(path, "of an object that this process does not have")
 
     def forget_loaded(self) -> None:
         """Free what was loaded."""
@@ -167,15 +173,20 @@ class ChangedAttributes(RankState):
     def read_own(self) -> Row:
         """Return the changed attributes as JSON, or a digest of them, by path."""
         rows: Row = {}
-        for path, value, _, _ in self._iter_values():
+        for path, value, owner, _ in self._iter_values():
             if path in self._refused:
+                continue
+            if id(owner) not in self._known_owners:
+                rows[path] = {"refused": f"of a {type(owner).__name__} that training has made"}
                 continue
             try:
                 if (form := self._read_if_changed(path, value)) is not None:
                     rows[path] = self._make_row(path, form)
                     self._forms[path] = form
+                    if type(value) not in SCALARS:
+                        self._held[path] = value
             except (NotPlainError, UntrackableError) as error:
-                self._refuse(path, str(error))
+                rows[path] = {"refused": str(error)}
         return rows
 
     def _read_if_changed(self, path: str, value: Any) -> Form | None:
@@ -212,27 +223,31 @@ class ChangedAttributes(RankState):
             for tensor in form.tensors:
                 here = tensor.detach().cpu().contiguous()
                 digest.update(view_bytes(here) if here.numel() else b"")
-        return digest.hexdigest()
+        return {"digest": digest.hexdigest()}
 
     def set_rows(self, rows: list[Any]) -> None:
         """Keep the rows of all ranks, and the long attributes that are the same on all ranks."""
         if self._owners is None and self._rows:
             return  # restored, and not yet set
-        long = dict.fromkeys(path for row in rows for path, value in row.items() if isinstance(value, str))
         self._shared = {}
-        for path in long:
-            if any(row.get(path) != rows[0].get(path) for row in rows):
-                self._refuse(path, "long, and differs between ranks")
-                self._forms.pop(path, None)
+        others = dict.fromkeys(path for row in rows for path, each in row.items() if "value" not in each)
+        for path in others:
+            each = [row.get(path) for row in rows]
+            reasons = [one["refused"] for one in each if isinstance(one, dict) and "refused" in one]
+            if reasons or each.count(each[0]) < len(each):
+                self._refuse(path, (reasons or ["large, and differs between ranks"])[0])
             else:
                 self._agreed.add(path)
                 self._shared[path] = self._forms[path]
-        self._rows = [{path: each for path, each in row.items() if path not in long} for row in rows]
+        self._rows = [{path: each for path, each in row.items() if path not in others} for row in rows]
 
     def _refuse(self, path: str, reason: str) -> None:
         """Name once what cannot be kept."""
         self._refused.add(path)
-        if self._rank == 0:
+        self._forms.pop(path, None)
+        is_new = path not in self._named
+        self._named += [path] * is_new
+        if is_new and self._rank == 0:
             logger.warning(
                 f"WARNING: {path} has changed since train() began, and a restart loses what it holds: it is "
                 f"{reason}. Keep there numbers, lists, dicts, tensors or an object with state_dict() and "
@@ -246,12 +261,13 @@ class ChangedAttributes(RankState):
         return {
             "values": self._rows or [],
             "shared": {path: form.fill() for path, form in self._shared.items()},
+            "named": self._named,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep this rank's attributes for `begin`."""
         rows = list(state["values"])
-        self._rows = rows
+        self._rows, self._named = rows, list(state["named"])
         self._shared = {path: read(value) for path, value in state["shared"].items()}
         self._agreed = set(self._shared)
         self._loaded = dict(self._shared)
@@ -275,11 +291,12 @@ class ChangedAttributes(RankState):
             self._loaded[path] = Form(json_codec.decode(row["value"]), tensors)
 
 
-def list_own_attributes(kind: type) -> frozenset[str]:
-    """Return the names of the attributes that the methods of a class set on any object."""
+def list_own_attributes(*kinds: type) -> frozenset[str]:
+    """Return the names of the attributes that the methods of some classes set on any object."""
     names: set[str] = set()
     codes = [
         function.__code__
+        for kind in kinds
         for member in vars(kind).values()
         if hasattr(function := getattr(member, "__wrapped__", getattr(member, "fget", member)), "__code__")
     ]

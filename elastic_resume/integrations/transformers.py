@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_resume.data.batch_size import KEEP_LOCAL, read_rank_and_world_size
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
@@ -188,12 +188,19 @@ class _LoopBegin(TrainerCallback):
 
 
 def _purge_once(callback: TensorBoardCallback, step: int) -> Callable[..., Any]:
-    """Return what makes the callback's first writer: TensorBoard then hides earlier points from ``step`` on."""
+    """Return what makes the callback's first writer. It hides what was logged from ``step`` on.
+
+    The arguments, which belong to no step, are not written again.
+    """
     kind: Any = callback._SummaryWriter  # noqa: SLF001  the callback makes its writers of this
+
+    def add_text(self: Any, tag: str, text: str, global_step: int | None = None, *more: Any) -> None:
+        if global_step is not None:
+            kind.add_text(self, tag, text, global_step, *more)
 
     def make(*args: Any, **kwargs: Any) -> Any:
         set_known(callback, "_SummaryWriter", kind)  # an evaluation after the training makes another
-        return kind(*args, purge_step=step, **kwargs)
+        return type("ContinuedWriter", (kind,), {"add_text": add_text})(*args, purge_step=step, **kwargs)
 
     return make
 
@@ -316,8 +323,17 @@ class ElasticTrainer(transformers.Trainer):
         return (
             kind.get_train_dataloader is not ElasticTrainer.get_train_dataloader
             or below.__func__ is not transformers.Trainer.get_train_dataloader
-            or kind._get_train_sampler is not transformers.Trainer._get_train_sampler  # noqa: SLF001
+            or not self._elastic_has_plain_sampler()
         )
+
+    def _elastic_has_plain_sampler(self) -> bool:
+        """Return whether the sampler is the Trainer's own, or one like it: that of TRL's KTO is."""
+        if type(self)._get_train_sampler is transformers.Trainer._get_train_sampler:  # noqa: SLF001
+            return True
+        is_random = self.args.train_sampling_strategy == "random"
+        sampler, kind = self._get_train_sampler(), RandomSampler if is_random else SequentialSampler
+        is_whole = len(sampler) == len(self.train_dataset) if type(sampler) is kind else False
+        return is_whole and not getattr(sampler, "replacement", False)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's part of each global batch, with the Trainer's settings."""
@@ -361,10 +377,11 @@ class ElasticTrainer(transformers.Trainer):
         self._elastic_progress = progress = TrainerProgress(self)
         options = {"seed": self.args.seed, **self.elastic_options}
         start = _StartTime(self.args.device)
-        models_and_optimizers = [self.model, self.model_wrapped, self.optimizer, self.lr_scheduler]
-        own_names = frozenset({"compute_loss", *list_own_attributes(ElasticTrainer)})
+        given = [*(options.get("track") or {}).values(), options.get("ema")]
         self._elastic_attributes = ChangedAttributes(
-            self, transformers.Trainer, own_names, models_and_optimizers
+            self,
+            list_own_attributes(transformers.Trainer, ElasticTrainer) | {"compute_loss"},
+            [self.model, self.model_wrapped, self.optimizer, self.lr_scheduler, *given],
         )
         tracked = {
             "trainer": progress,
@@ -415,7 +432,7 @@ class ElasticTrainer(transformers.Trainer):
         if path is None:
             raise UsageError(
                 "ElasticTrainer cannot train here: resume_from_checkpoint is True, and there is no "
-                f"checkpoint in {self.args.output_dir}. Leave it out at the first start: the job continues by itself."
+                f"checkpoint in {self.args.output_dir}. Leave it out: the job continues by itself."
             )
         super()._init_training_state(max_steps, steps_per_epoch, epochs, path, trial)
         self._load_from_checkpoint(path, self.model_wrapped if self.is_fsdp_enabled else None)
@@ -628,7 +645,7 @@ class ElasticTrainer(transformers.Trainer):
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
         run = self._elastic_get_run()
-        if skip_scheduler and run.position.step > 0:
+        if skip_scheduler and run.position.step > self._elastic_progress.first_step:
             return {}  # eval_on_start, which was done when the job started
         with run.busy("evaluation"):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
