@@ -101,9 +101,7 @@ class ChangedAttributes(RankState):
         self._begin_times: list[float] = []
         self._known_owners: dict[int, Any] = {}
         self._forms: dict[str, Form] = {}  # of those that have
-        self._held: dict[
-            str, Any
-        ] = {}  # modules and the like that have: `untracked` then knows that they are kept
+        self._values: list[Any] = []  # so that `training.untracked` takes averages among them for tracked
         self._agreed: set[str] = set()  # long ones that all ranks have
         self._refused: set[str] = set()
         self._named: list[str] = []  # of these, in the log of any generation
@@ -132,6 +130,7 @@ class ChangedAttributes(RankState):
         self._known_owners = {id(owner): owner for owner, _ in self._owners.values()}
         self.set_loaded()
         self._begin_times = [clock() for clock in CLOCKS]
+        self._values = [value for _, value, _, _ in self._iter_values() if type(value) not in SCALARS]
         for path, value, owner, _ in self._iter_values():
             self._known_owners[id(owner)] = owner
             try:
@@ -183,8 +182,6 @@ class ChangedAttributes(RankState):
                 if (form := self._read_if_changed(path, value)) is not None:
                     rows[path] = self._make_row(path, form)
                     self._forms[path] = form
-                    if type(value) not in SCALARS:
-                        self._held[path] = value
             except (NotPlainError, UntrackableError) as error:
                 rows[path] = {"refused": str(error)}
         return rows

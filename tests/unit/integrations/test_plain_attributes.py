@@ -43,8 +43,8 @@ def test_value_is_set_again_exactly(value: Any) -> None:
     for start in (None, type(value)() if isinstance(value, (list, dict, deque)) else None):
         holder = Holder(value=start)
         assign(holder, "value", form)
-        shown = dict(value) if isinstance(value, defaultdict) and start is None else value
-        assert repr(holder.value) == repr(shown)
+        pair = [dict(v) if isinstance(v, defaultdict) else v for v in (holder.value, value)]
+        assert repr(pair[0]) == repr(pair[1])
         expected = dict if isinstance(value, defaultdict) and start is None else type(value)
         assert type(holder.value) is expected
 
