@@ -184,7 +184,8 @@ class Observer(TrainerCallback):
         self.job_log = log
 
 
-def _is_time(key: str) -> bool:
+def is_time(key: str) -> bool:
+    """Return whether a logged value was measured by a clock."""
     return any(time in key for time in TIMES)
 
 
@@ -192,7 +193,7 @@ def _make_hook(name: str) -> Any:
     def hook(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
         del args, control
         if name == "on_log":
-            logs = {k: v for k, v in more["logs"].items() if not _is_time(k)}
+            logs = {k: v for k, v in more["logs"].items() if not is_time(k)}
             self.job_log.write(step=state.global_step, logs=logs)
         if name == "on_train_begin":
             self.job_log.write(step=state.global_step, logger=os.environ["WANDB_RUN_ID"])
@@ -243,7 +244,7 @@ class Observed(ElasticTrainer, Trainer):
             "counters": [
                 vars(one).get("early_stopping_patience_counter") for one in self.callback_handler.callbacks
             ],
-            "log": [{k: v for k, v in e.items() if not _is_time(k)} for e in self.state.log_history],
+            "log": [{k: v for k, v in e.items() if not is_time(k)} for e in self.state.log_history],
             "averages": [
                 [one.updates, one.by_epoch, one.average.tolist()]
                 for one in self.callback_handler.callbacks

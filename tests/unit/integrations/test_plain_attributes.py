@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,6 @@ class Meter:
         self.total, self.by_name = 0, {"a": [1.0]}
 
 
-class Holder:
-    """A callback, say."""
-
-    def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
-
-
 VALUES: list[Any] = [
     *(3, 0.1, "text", None, True, b"bytes", float("nan"), 1 + 2j),
     *([1, [2.0]], (1, "a"), {"a": {1: 2}}, {1, 2}, frozenset({3}), deque([1, 2], 4)),
@@ -41,7 +35,7 @@ def test_value_is_set_again_exactly(value: Any) -> None:
     """Into an attribute that has nothing, or another value of its kind."""
     form = read(value).with_copies()
     for start in (None, type(value)() if isinstance(value, (list, dict, deque)) else None):
-        holder = Holder(value=start)
+        holder = SimpleNamespace(value=start)
         assign(holder, "value", form)
         pair = [dict(v) if isinstance(v, defaultdict) else v for v in (holder.value, value)]
         assert repr(pair[0]) == repr(pair[1])
@@ -51,9 +45,9 @@ def test_value_is_set_again_exactly(value: Any) -> None:
 
 def test_containers_and_tensors_are_changed_in_place() -> None:
     """Another reference to them stays valid, and a defaultdict keeps its factory."""
-    metrics = {"train": defaultdict(list, loss=[1.0]), "eval": defaultdict(list)}
+    metrics: dict[str, Any] = {"train": defaultdict(list, loss=[1.0]), "eval": defaultdict(list)}
     shadow = {"w": torch.ones(2)}
-    holder = Holder(metrics=metrics, shadow=shadow)
+    holder = SimpleNamespace(metrics=metrics, shadow=shadow)
     forms = {name: read(value).with_copies() for name, value in vars(holder).items()}
     inner, tensor = metrics["train"], shadow["w"]
     inner["loss"].append(2.0)
@@ -102,7 +96,7 @@ def test_other_values_are_not_plain(value: Any) -> None:
 def test_script_objects_are_searched_and_those_of_packages_are_not() -> None:
     """Also in lists and dicts, each once; a library's object has attributes of its own concern."""
     meter = Meter()
-    holder = Holder(
+    holder = SimpleNamespace(
         one=meter, again=meter, many={"x": Meter(), "y": 1}, module=nn.Linear(1, 1), logger=pytest
     )
     holder.myself = holder
@@ -114,7 +108,9 @@ def test_script_objects_are_searched_and_those_of_packages_are_not() -> None:
 
 def test_preserved_attributes_are_as_before() -> None:
     """What the block changes, adds and reads."""
-    holder = Holder(count=1, metrics=defaultdict(list), meter=Meter(), tensor=torch.ones(1), other=object())
+    holder = SimpleNamespace(
+        count=1, metrics=defaultdict(list), meter=Meter(), tensor=torch.ones(1), other=object()
+    )
     with Preserved({"H": (holder, frozenset({"other"}))}):
         holder.count += 1
         holder.metrics["a"].append(1.0)

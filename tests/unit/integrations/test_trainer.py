@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from elastic_resume.errors import UsageError
-from elastic_resume.integrations import trainer_state
 from elastic_resume.integrations import transformers as integration
 from elastic_resume.integrations.trainer_state import ChangedAttributes
 from elastic_resume.state.diff import MEASURED
@@ -66,7 +69,7 @@ class Counting(integration.Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._metrics: dict[str, Any] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._total = 0
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +159,7 @@ class Job:
         start: Any = None,
         kind: type[Any] = Counting,
         average: Callable[..., Average] = Average,
+        loggers: tuple[Any, ...] = (),
         **settings: Any,
     ) -> tuple[Any, Average]:
         """Train to the end, or until the training is left at "HOOK@STEP"."""
@@ -176,7 +180,7 @@ class Job:
             "save_strategy": "no",
         }
         args = TrainingArguments(str(self.directory / "output"), **{**arguments, **settings})
-        callbacks = [callback, Leaving(left_at)]
+        callbacks = [callback, *loggers, Leaving(left_at)]
         trainer = kind(Net(), args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
         trainer.elastic_options = {**names, "save_every": 1, "snapshot_every": 1}
         try:
@@ -188,7 +192,7 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path: Path) -> Job:
     """A job."""
     return Job(tmp_path)
 
@@ -237,7 +241,8 @@ def test_what_cannot_be_kept_is_named_once(job: Job, caplog: pytest.LogCaptureFi
     class Changing(Average):
         def __init__(self) -> None:
             super().__init__()
-            self.numbers, self.objects, self.made = iter(range(99)), [], None
+            self.numbers, self.objects = iter(range(99)), list[object]()
+            self.made: Meter | None = None
             self.constant = object()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -260,12 +265,55 @@ def test_time_of_a_clock_is_not_kept(job: Job) -> None:
         last = 0.0
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            self.last = trainer_state.time.perf_counter()
+            self.last = time.perf_counter()
             return super().training_step(*args, **kwargs)
 
     trainer, _ = job.train("on_step_end@3", kind=Timed)
     assert "_total" in str(trainer._elastic_attributes._forms)
     assert "last" not in str(trainer._elastic_attributes._forms)
+
+
+class Writer:
+    """A SummaryWriter that shows what TensorBoard does."""
+
+    points: ClassVar[list[Any]] = []  # (directory, tag, step, value)
+
+    def __init__(self, log_dir: str, purge_step: int | None = None) -> None:
+        self._directory = log_dir
+        if purge_step is not None:
+            Writer.points = [point for point in Writer.points if point[2] is None or point[2] < purge_step]
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Add a point."""
+        if not MEASURED.search(tag):
+            Writer.points.append((self._directory, tag, step, value))
+
+    def add_text(self, tag: str, text: str, global_step: int | None = None) -> None:
+        """Add a point, without a step that of the arguments."""
+        del text
+        Writer.points.append((self._directory, tag, global_step, ""))
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    close = flush
+
+
+def test_tensorboard_has_each_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the points of the restored step, which may have been followed by those of an epoch's end."""
+    utils = "transformers.integrations.integration_utils.is_tensorboard_available"
+    monkeypatch.setattr(utils, lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    found = []
+    for number, places in enumerate([[], ["on_log@3", "on_evaluate@4", "on_epoch_end@4", "on_log@6"]]):
+        job, Writer.points = Job(tmp_path / str(number)), []
+        for place in [*places, ""]:
+            trainer, _ = job.train(place, logging_steps=1, loggers=(TensorBoardCallback(),))
+        trainer.evaluate()
+        assert len({directory for directory, *_ in Writer.points}) == 1, "one run"
+        found.append(sorted((tag, step or 0, value) for _, tag, step, value in Writer.points))
+    assert found[0] == found[1]
+    assert len(found[0]) > 5 * STEPS
 
 
 # ---- resume_from_checkpoint ------------------------------------------------------------------------------
