@@ -30,6 +30,7 @@ MAX_ITEMS = 10_000  # of one attribute: it is read at every step, in about 1 us 
 MAX_OBJECTS = 100  # of the script in one list or dict
 FLAT_ITEMS = 16  # numbers in a list that take as long
 SCALARS = frozenset({bool, int, float, str, bytes, complex, type(None)})
+KEYS = SCALARS | {tuple}  # of dicts
 _MODULE_NAMES = frozenset(vars(nn.Module()))
 _LIBRARY_PATHS = tuple(
     {f"{Path(path).resolve()}/" for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))}
@@ -182,6 +183,8 @@ def _copy(value: Any, tensors: list[tuple[Tensor, Any]], count: list[int]) -> An
     if count[0] > MAX_ITEMS:
         raise NotPlainError(f"a {kind.__name__} of more than {MAX_ITEMS} items")
     if isinstance(value, dict):
+        if not set(map(type, value)) <= KEYS:
+            raise NotPlainError("a dict with keys that are no numbers or texts")
         items = {key: _copy(item, tensors, count) for key, item in value.items()}
         return items if kind in {dict, defaultdict} else kind(items)
     copied: Any = value if is_flat else [_copy(item, tensors, count) for item in value]

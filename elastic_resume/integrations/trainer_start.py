@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from elastic_resume.checkpoint.atomic_io import DISK
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings
 from elastic_resume.data.global_batches import GlobalBatches
-from elastic_resume.errors import UsageError
+from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -49,11 +50,15 @@ def find_global_batch(trainer: Any, options: dict[str, Any]) -> int:
 
 
 def record_global_batch(run: Run, global_batch: int) -> None:
-    """Write the global batch into the node's directory, if it is not there."""
+    """Write the global batch into the node's directory, if it is not there.
+
+    If the disk fails, a start with another number of ranks is refused for its order of samples.
+    """
     context = run._context  # noqa: SLF001
     path = context.node_dir / BATCH_FILE
     if context.is_local_leader and node_dir.read_json(path) != {"global_batch": global_batch}:
-        DISK.write_atomic(path, json.dumps({"global_batch": global_batch}).encode())
+        with contextlib.suppress(MachineError):
+            DISK.write_atomic(path, json.dumps({"global_batch": global_batch}).encode())
 
 
 def check_same_checkpoint(trainer: Any, path: str | None) -> None:

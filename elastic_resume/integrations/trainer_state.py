@@ -211,9 +211,9 @@ class ChangedAttributes(RankState):
         )
 
     def _make_row(self, path: str, form: Form) -> Any:
-        encoded = json_codec.encode(form.skeleton, path)
-        text = json.dumps(encoded)
+        text = repr(form.skeleton)  # ten times as fast as to encode it
         if len(text) <= MAX_CHARS and form.count_numbers() <= MAX_NUMBERS:
+            encoded = json_codec.encode(form.skeleton, path)
             return {"value": encoded, "tensors": [_pack(tensor) for tensor in form.tensors]}
         digest = xxhash.xxh3_128(text.encode())
         if path not in self._agreed:  # later changes are those of equal ranks
@@ -289,7 +289,7 @@ class ChangedAttributes(RankState):
 
 
 def list_own_attributes(*kinds: type) -> frozenset[str]:
-    """Return the names of the attributes that the methods of some classes set on any object."""
+    """Return the names of the attributes that the methods of some classes set on ``self``."""
     names: set[str] = set()
     codes = [
         function.__code__
@@ -299,8 +299,13 @@ def list_own_attributes(*kinds: type) -> frozenset[str]:
     ]
     while codes:
         code = codes.pop()
-        names.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        loaded = None
+        for each in dis.get_instructions(code):
+            if each.opname == "STORE_ATTR" and loaded == "self":
+                names.add(each.argval)
+            if each.opname != "EXTENDED_ARG":  # it comes between, for a name with a great index
+                loaded = each.argval[1] if each.opname == "LOAD_FAST_LOAD_FAST" else each.argval
     return frozenset(names)
 
 
