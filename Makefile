@@ -127,10 +127,11 @@ oldest newest: pyproject.toml constraints.txt
 SOAK_TESTS := $(patsubst %,tests/docs/test_%.py,blocks examples ports) tests/system/disk/test_power_loss.py \
 	tests/system/kubernetes/test_pods.py tests/system/network $(patsubst %,tests/integration/test_%.py, \
 	accelerate chaos epochs every_fault failures forkserver leaks lightning lost_nodes no_step_lost proof pytest_plugin sharded state_kinds \
-	streams testing_cleanup torchrun torn_copies transformers world_changes)
+	streams testing_cleanup torchrun torn_copies transformers trl world_changes)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev,trl]'
 	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q $(SOAK_TESTS) --timeout 3600
 
 bench: $(READY)

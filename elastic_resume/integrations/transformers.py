@@ -1,7 +1,8 @@
 """Continue Hugging Face's Trainer after failures, as the class `ElasticTrainer`.
 
-    class MyTrainer(ElasticTrainer, Trainer):
-        elastic_global_batch = 256
+    from elastic_resume.integrations.transformers import Trainer  # or SFTTrainer, DPOTrainer, … of TRL
+
+    class MyTrainer(ElasticTrainer, Trainer):  # the same for a class of your own
 
 The Trainer keeps its loop, arguments, callbacks and checkpoints. A `GlobalBatches` decides the order of
 samples. All state is restored before the first step, and a step counts after its log, evaluation and save. A
@@ -10,7 +11,7 @@ comes before the log, evaluation and save of the same step.
 
 These methods of the Trainer are overridden:
 
-- ``train`` refuses what cannot work.
+- ``train`` refuses what cannot work, and keeps ``resume_from_checkpoint`` for a new job.
 - ``get_train_dataloader`` reads global batches, and sets the number of batches in a step.
 - ``_init_training_state`` restores the state. That needs the optimizer, so it calls ``_prepare_for_training``
   early.
@@ -29,7 +30,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import itertools
+import logging
 import math
 import os
 import time
@@ -40,23 +43,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_resume.data.batch_size import KEEP_LOCAL, read_rank_and_world_size
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rank_values import RankValues
 from elastic_resume.data.rng import preserve_cpu_generators, seeded
-from elastic_resume.errors import UsageError
-from elastic_resume.integrations import LOADER_ARGUMENTS, require_methods, require_versions, set_known
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.integrations import (
+    LOADER_ARGUMENTS,
+    require_methods,
+    require_versions,
+    set_known,
+    trainer_start,
+)
+from elastic_resume.integrations.plain_attributes import Preserved
+from elastic_resume.integrations.trainer_state import ChangedAttributes, LogHistory, list_own_attributes
 from elastic_resume.training.resume import resume
 from elastic_resume.training.run import Run
 
 OLDEST, BELOW = "5.23", "5.30"
 require_versions("transformers", OLDEST, BELOW)
 
-from transformers import Trainer  # noqa: E402  after the check of its version
+import transformers  # noqa: E402  after the check of its version
 from transformers.integrations import TensorBoardCallback  # noqa: E402
-from transformers.trainer_callback import ExportableState  # noqa: E402
+from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 # The overridden methods, with the parameters on which they rely.
 METHODS = (
@@ -78,7 +90,9 @@ METHODS = (
 )
 require_methods("transformers", OLDEST, BELOW, {"transformers.Trainer": METHODS})
 
-# Fields of TrainerState that a snapshot holds. log_history is left out: it has times, and grows with the run.
+logger = logging.getLogger(__name__)
+
+# Fields of TrainerState that a snapshot holds; its log_history is kept by `LogHistory`.
 STATE_FIELDS = (
     *("global_step", "epoch", "max_steps", "num_input_tokens_seen", "total_flos"),
     *("best_metric", "best_global_step", "best_model_checkpoint"),
@@ -95,8 +109,9 @@ class TrainerProgress:
         self._trainer = trainer
         self.stopped_training = self.stopped_epoch = False  # as they were loaded
         self.old_max_steps = 0
+        self.first_step = 0  # greater if the job began with a checkpoint of another one
         self.last_step: tuple[Any, Any] = (None, None)  # its gradient's norm, and its learning rate
-        self._losses = {"_total_loss_scalar": 0.0, "_globalstep_last_logged": 0}
+        self._losses: dict[str, Any] = {"_total_loss_scalar": 0.0, "_globalstep_last_logged": 0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, the best metric, the logged losses, and what the callbacks export."""
@@ -106,6 +121,7 @@ class TrainerProgress:
             "state": state,
             "losses": {name: getattr(trainer, name, value) for name, value in self._losses.items()},
             "last_step": [_to_plain(value) for value in self.last_step],
+            "first_step": self.first_step,
             "stops": [trainer.control.should_training_stop, trainer.control.should_epoch_stop],
             "callbacks": [
                 {"class": type(callback).__name__, "attributes": callback.state().get("attributes", {})}
@@ -120,7 +136,7 @@ class TrainerProgress:
                 setattr(self._trainer.state, name, value)
         self.old_max_steps = state["state"]["max_steps"]
         self.stopped_training, self.stopped_epoch = state["stops"]
-        self.last_step = tuple(state["last_step"])
+        self.last_step, self.first_step = tuple(state["last_step"]), state["first_step"]
         self._losses = dict(state["losses"])
         saved = list(state["callbacks"])
         for callback in self._exporting_callbacks():
@@ -129,6 +145,10 @@ class TrainerProgress:
                 saved.remove(found)
                 for name, value in found["attributes"].items():
                     setattr(callback, name, value)
+
+    def start_at(self, step: int) -> None:
+        """Begin a new job after ``step`` steps of another one, whose losses are not known."""
+        self.first_step = self._losses["_globalstep_last_logged"] = step
 
     def set_losses(self) -> None:
         """Set the logged losses. The Trainer sets them to zero when its loop begins."""
@@ -156,17 +176,47 @@ class _StartTime:
         self.nanoseconds = state["nanoseconds"]
 
 
+class _LoopBegin(TrainerCallback):
+    """Tells that all other callbacks have begun. Some set their counts to zero there."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Tell it."""
+        self._tell()
+
+
+def _purge_once(callback: TensorBoardCallback, step: int) -> Callable[..., Any]:
+    """Return what makes the callback's first writer. It hides what was logged from ``step`` on.
+
+    The arguments, which belong to no step, are not written again.
+    """
+    kind: Any = callback._SummaryWriter  # noqa: SLF001  the callback makes its writers of this
+
+    def add_text(self: Any, tag: str, text: str, global_step: int | None = None, *more: Any) -> None:
+        if global_step is not None:
+            kind.add_text(self, tag, text, global_step, *more)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        set_known(callback, "_SummaryWriter", kind)  # an evaluation after the training makes another
+        return type("ContinuedWriter", (kind,), {"add_text": add_text})(*args, purge_step=step, **kwargs)
+
+    return make
+
+
 def _to_plain(value: Any) -> Any:
     """Return a number of numpy as one of Python."""
     return value.item() if hasattr(value, "item") else value
 
 
-class ElasticTrainer(Trainer):
+class ElasticTrainer(transformers.Trainer):
     """A Trainer whose training goes on after the loss of workers and nodes.
 
-    Derive from it first, then from the Trainer that you use, and set ``elastic_global_batch``, the number of
-    samples of one optimizer step over all ranks. A rank reads them in batches of at most
-    ``per_device_train_batch_size``; ``gradient_accumulation_steps`` follows from both.
+    Derive from it first, then from the Trainer that you use. One optimizer step has
+    ``per_device_train_batch_size`` x ranks x ``gradient_accumulation_steps`` samples, with the number of
+    ranks of the job's first start. With fewer ranks each accumulates more. ``elastic_global_batch`` sets
+    another number of samples; then leave out ``gradient_accumulation_steps``.
 
     ``elastic_options`` are further arguments of `er.resume`, such as ``ckpt_dir``, ``save_every`` or
     ``track``. ``elastic_run`` is the `Run`, from ``on_train_begin`` on.
@@ -180,6 +230,8 @@ class ElasticTrainer(Trainer):
     _elastic_upcoming: Iterator[MicroBatch] = iter(())
     _elastic_step_batches: list[MicroBatch]
     _elastic_weights: tuple[float, float] | None = None  # of the batch in training_step(): see there
+    _elastic_attributes: ChangedAttributes | None = None
+    _elastic_checkpoint: str | bool | None = None  # resume_from_checkpoint
     _elastic_has_sum: bool | None = None  # see `_elastic_is_sum`; None until a loss was computed
     _elastic_is_loop_set = False
     _initial_global_step: int  # the Trainer's: where this process began
@@ -198,30 +250,27 @@ class ElasticTrainer(Trainer):
             UsageError: an argument or setting cannot work with it; the text says which, and what to do.
 
         """
-        for obstacle in self._elastic_obstacles(resume_from_checkpoint, trial):
+        for obstacle in self._elastic_obstacles(trial):
             raise UsageError(f"ElasticTrainer cannot train here: {obstacle}.")
-        self._elastic_step_batches = []
+        self._elastic_step_batches, self._elastic_checkpoint = [], resume_from_checkpoint
+        if not self.elastic_global_batch:
+            self.elastic_global_batch = trainer_start.find_global_batch(self, dict(self.elastic_options))
         return super().train(None, trial, ignore_keys_for_eval)
 
-    def _elastic_obstacles(self, resume_from_checkpoint: Any, trial: Any) -> Iterator[str]:
+    def _elastic_obstacles(self, trial: Any) -> Iterator[str]:
         """Yield what cannot work, and what to do instead."""
         args, batch, dataset = self.args, self.elastic_global_batch, self.train_dataset
-        if resume_from_checkpoint:
-            yield (
-                "leave out resume_from_checkpoint, because the job continues by itself. To begin with the "
-                "weights of a checkpoint, load them with from_pretrained()"
-            )
         if self.elastic_run is not None:
             yield "train() was called before; start another training as a job with its own --rdzv-id"
-        if type(batch) is not int or batch < 1:
+        if type(batch) is not int or batch < 0:
             yield (
-                f"elastic_global_batch is {batch!r}; set it in your class, to the number of samples of one "
+                f"elastic_global_batch is {batch!r}; leave it out, or set it to the number of samples of one "
                 "optimizer step over all ranks"
             )
-        if args.gradient_accumulation_steps != 1 and self._elastic_loader is None:
+        if batch and args.gradient_accumulation_steps != 1 and self._elastic_loader is None:
             yield (
-                "leave out gradient_accumulation_steps. It follows from elastic_global_batch, the number of "
-                "ranks and per_device_train_batch_size"
+                "leave out gradient_accumulation_steps or elastic_global_batch. With the latter it follows "
+                "from the number of ranks and per_device_train_batch_size"
             )
         is_fsdp2, degrees = self.accelerator.is_fsdp2, self.accelerator.parallelism_config
         if (
@@ -273,9 +322,18 @@ class ElasticTrainer(Trainer):
         kind, below = type(self), super().get_train_dataloader
         return (
             kind.get_train_dataloader is not ElasticTrainer.get_train_dataloader
-            or below.__func__ is not Trainer.get_train_dataloader
-            or kind._get_train_sampler is not Trainer._get_train_sampler  # noqa: SLF001  a base class's
+            or below.__func__ is not transformers.Trainer.get_train_dataloader
+            or not self._elastic_has_plain_sampler()
         )
+
+    def _elastic_has_plain_sampler(self) -> bool:
+        """Return whether the sampler is the Trainer's own, or one like it: that of TRL's KTO is."""
+        if type(self)._get_train_sampler is transformers.Trainer._get_train_sampler:  # noqa: SLF001
+            return True
+        is_random = self.args.train_sampling_strategy == "random"
+        sampler, kind = self._get_train_sampler(), RandomSampler if is_random else SequentialSampler
+        is_whole = len(sampler) == len(self.train_dataset) if type(sampler) is kind else False
+        return is_whole and not getattr(sampler, "replacement", False)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's part of each global batch, with the Trainer's settings."""
@@ -305,7 +363,7 @@ class ElasticTrainer(Trainer):
         max_steps: int,
         num_update_steps_per_epoch: int,
         num_train_epochs: int,
-        resume_from_checkpoint: Any,  # noqa: ARG002  refused; the Trainer's signature
+        resume_from_checkpoint: Any,  # noqa: ARG002  the Trainer's signature
         trial: Any,
     ) -> tuple[int, int]:
         """Restore the newest state; return the epoch to begin with."""
@@ -319,8 +377,16 @@ class ElasticTrainer(Trainer):
         self._elastic_progress = progress = TrainerProgress(self)
         options = {"seed": self.args.seed, **self.elastic_options}
         start = _StartTime(self.args.device)
+        given = [*(options.get("track") or {}).values(), options.get("ema")]
+        self._elastic_attributes = ChangedAttributes(
+            self,
+            list_own_attributes(transformers.Trainer, ElasticTrainer) | {"compute_loss"},
+            [self.model, self.model_wrapped, self.optimizer, self.lr_scheduler, *given],
+        )
         tracked = {
             "trainer": progress,
+            "trainer_log": LogHistory(self),
+            "trainer_attributes": self._elastic_attributes,
             "trainer_loss": RankValues(self._elastic_loss),
             "trainer_operations": RankValues(self._elastic_operations, "sum"),
             "trainer_start": start,  # `state.diff` does not compare it
@@ -333,7 +399,11 @@ class ElasticTrainer(Trainer):
             data=loader,
             **{**options, "track": {**(options.get("track") or {}), **tracked}},
         )
+        trainer_start.record_global_batch(run, self.elastic_global_batch)
+        if self._elastic_checkpoint:
+            self._elastic_start_from(max_steps, num_update_steps_per_epoch, num_train_epochs, trial)
         self._elastic_continue_loggers(start.nanoseconds)
+        self.add_callback(_LoopBegin(self._elastic_begin_loop))
         if not self.is_fsdp_enabled:
             run.ddp(self.model_wrapped)  # it is wrapped; this restores the bucket order
         # An attribute of the object, so that a subclass's own compute_loss() is weighted too.
@@ -346,15 +416,63 @@ class ElasticTrainer(Trainer):
         is_over = was_stopped or step >= max_steps
         return (num_train_epochs if is_over else run.position.epoch), 0
 
+    def _elastic_start_from(self, max_steps: int, steps_per_epoch: int, epochs: int, trial: Any) -> None:
+        """Begin a new job with the checkpoint that `train` was given. A resumed job has its own state."""
+        run, path = self._elastic_get_run(), self._elastic_checkpoint
+        if run.plan.kind != "cold":
+            if run.rank == 0:
+                logger.info(
+                    f"resume_from_checkpoint={path!r} is not read: the job continues at step "
+                    f"{run.position.step}, from its own newest state."
+                )
+            return
+        if not isinstance(path, str):
+            path = get_last_checkpoint(self.args.output_dir)
+        trainer_start.check_same_checkpoint(self, path)
+        if path is None:
+            raise UsageError(
+                "ElasticTrainer cannot train here: resume_from_checkpoint is True, and there is no "
+                f"checkpoint in {self.args.output_dir}. Leave it out: the job continues by itself."
+            )
+        super()._init_training_state(max_steps, steps_per_epoch, epochs, path, trial)
+        self._load_from_checkpoint(path, self.model_wrapped if self.is_fsdp_enabled else None)
+        self._load_optimizer_and_scheduler(path)
+        self._load_scaler(path)
+        self._elastic_progress.start_at(self.state.global_step)
+        loader: Any = self._elastic_loader
+        trainer_start.set_position(run, loader.batch_sampler, self.state.global_step)
+        if run.rank == 0:
+            logger.info(f"a new job begins with the values of {path}, after step {self.state.global_step}.")
+
+    def _elastic_begin_loop(self) -> None:
+        """Restore what the callbacks hold, now that they have begun, and write the last step's log again."""
+        if self._elastic_attributes is not None:
+            self._elastic_attributes.begin()
+        if self._elastic_get_run().plan.kind != "cold":
+            step = self.state.global_step
+            last = [entry for entry in self.state.log_history if entry.get("step") == step]
+            for callback in self._elastic_tensorboards():
+                for entry in last:
+                    logs = {name: value for name, value in entry.items() if name != "step"}
+                    callback.on_log(self.args, self.state, self.control, logs=logs)
+
+    def _elastic_tensorboards(self) -> list[Any]:
+        return [one for one in self.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
+
     def _elastic_continue_loggers(self, nanoseconds: int) -> None:
-        """Let TensorBoard and Weights & Biases go on in one run, named after the job's first start."""
+        """Let TensorBoard and Weights & Biases go on in one run, named after the job's first start.
+
+        TensorBoard then leaves out what was logged from the restored step on. That step's log comes again.
+        """
         started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(nanoseconds // 10**9))
         name = f"elastic-resume-{started}-{nanoseconds % 10**9:09d}"
         os.environ.setdefault("WANDB_RUN_ID", name)
         os.environ.setdefault("WANDB_RESUME", "allow")
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+        for callback in self._elastic_tensorboards():
+            if callback.logging_dir is None:
                 callback.logging_dir = str(Path(self.args.output_dir, "runs", name))
+            if self._elastic_get_run().plan.kind != "cold":
+                set_known(callback, "_SummaryWriter", _purge_once(callback, self.state.global_step))
 
     def _prepare_for_training(self, *_: Any, **__: Any) -> Any:
         return self._elastic_prepared
@@ -416,6 +534,10 @@ class ElasticTrainer(Trainer):
             set_known(self, "_tr_loss", self._elastic_loss)
             set_known(self, "current_flos", float(self._elastic_operations))
             self._elastic_progress.set_losses()
+            if self._elastic_attributes is not None:
+                if self._elastic_get_run().position.step_in_epoch:
+                    self._elastic_attributes.set_loaded()  # a callback has begun the epoch once more
+                self._elastic_attributes.forget_loaded()
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         pass
@@ -492,8 +614,15 @@ class ElasticTrainer(Trainer):
         was_training, losses = model.training, []
         devices = [torch.cuda.current_device()] if self.args.device.type == "cuda" else []
         model.train(False)
+        attributes = self._elastic_attributes
+        owners = attributes.list_owners() if attributes is not None else {}
         for factor in (1, 2):
-            with torch.no_grad(), preserve_cpu_generators(), torch.random.fork_rng(devices):
+            with (
+                torch.no_grad(),
+                preserve_cpu_generators(),
+                torch.random.fork_rng(devices),
+                Preserved(owners),
+            ):
                 loss = compute_loss(model, copy.copy(inputs), num_items_in_batch=count * factor)
                 losses.append(float(loss.mean()))
         model.train(was_training)
@@ -516,7 +645,7 @@ class ElasticTrainer(Trainer):
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
         run = self._elastic_get_run()
-        if skip_scheduler and run.position.step > 0:
+        if skip_scheduler and run.position.step > self._elastic_progress.first_step:
             return {}  # eval_on_start, which was done when the job started
         with run.busy("evaluation"):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
@@ -530,10 +659,11 @@ class ElasticTrainer(Trainer):
         self._elastic_get_run().close()
         # train_loss is the mean over all steps. The rates belong to the steps of this process, so the time
         # of the others is estimated from these.
+        first = self._elastic_progress.first_step
         if own_steps := self.state.global_step - self._initial_global_step:
             now = time.time()
-            start_time = now - (now - start_time) * self.state.global_step / own_steps
-        self._initial_global_step = 0
+            start_time = now - (now - start_time) * (self.state.global_step - first) / own_steps
+        self._initial_global_step = first
         return super()._finalize_training(trial, num_train_samples, start_time)
 
 
@@ -546,3 +676,28 @@ def _without_labels(batch: Any) -> Any:
         if isinstance(batch.get(name), Tensor)
     }
     return {**batch, **uncounted}
+
+
+class Trainer(ElasticTrainer):
+    """transformers' Trainer, by one changed import: it comes from this module.
+
+    The Trainers of TRL, and transformers' Seq2SeqTrainer, are here under their names too.
+    """
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class of this name of transformers or TRL, derived from `ElasticTrainer`."""
+    if not name.endswith("Trainer"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base = getattr(transformers, name, None)
+    if base is None:
+        try:
+            base = getattr(importlib.import_module("trl"), name)
+        except ImportError as error:
+            raise MachineError(
+                f"elastic_resume.integrations.transformers: {name} is none of transformers, and TRL cannot "
+                f"be imported ({error}): pip install trl."
+            ) from error
+    kind = type(name, (ElasticTrainer, base), {"__module__": __name__, "__doc__": base.__doc__})
+    globals()[name] = kind
+    return kind

@@ -7,6 +7,7 @@ shape and bits are: -0.0 differs from 0.0, and a NaN equals only a NaN with the 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +24,12 @@ from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves
 _CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# When a job first started. `integrations.transformers` names its loggers after it; equal runs differ in it.
-NOT_COMPARED = "trainer_start/nanoseconds"
+# What a run measures of itself, by the names that a log gives it. Equal runs differ in it.
+MEASURED = re.compile(r"time|per_sec|/s(ec)?$|speed|elapsed|duration|throughput|memory|tflops|mfu")
+# Of `integrations.transformers`: when a job first started, and what it and its logs have measured.
+_NOT_COMPARED = re.compile(
+    rf"trainer_start/nanoseconds|trainer_log/values/\d+/1|trainer_attributes/.*({MEASURED.pattern}).*"
+)
 ABSENT = object()  # for a name that one checkpoint lacks; None is a value
 
 
@@ -100,8 +105,13 @@ def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
     if "data" not in checkpoint.state:
         del position["step_in_epoch"]  # without data= a resumed run counts them from its own start
     for name, leaf in iter_leaves({"position": position, **checkpoint.state}):
-        if name != NOT_COMPARED:
+        if is_compared(name):
             yield name, leaf
+
+
+def is_compared(name: str) -> bool:
+    """Return whether equal runs have the same value of this name."""
+    return _NOT_COMPARED.fullmatch(name) is None
 
 
 def find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:

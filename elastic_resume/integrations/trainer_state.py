@@ -1,0 +1,327 @@
+"""Track what a Trainer logs, and what it and its callbacks hold as plain attributes.
+
+The ranks exchange both at each step boundary. A rank sends each of its changed attributes as JSON, or a
+digest of a long one, which is kept if all ranks have the same. So no table says which attributes a class of
+Trainer or callback has. What cannot be kept is named once.
+"""
+
+from __future__ import annotations
+
+import base64
+import dis
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sized
+from types import CodeType
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from elastic_resume.checkpoint import json_codec
+from elastic_resume.data.rank_values import RankState
+from elastic_resume.errors import UntrackableError
+from elastic_resume.integrations.plain_attributes import (
+    SCALARS,
+    Form,
+    NotPlainError,
+    Owners,
+    assign,
+    is_of_script,
+    list_attributes,
+    list_script_modules,
+    read,
+)
+from elastic_resume.state.diff import MEASURED
+from elastic_resume.state.state_dict import DTYPE_BY_NAME, NAME_BY_DTYPE, unwrap, view_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_CHARS = 4096  # of one attribute in the exchange of each step
+MAX_NUMBERS = 64  # of the tensors of one attribute there
+CLOCKS = (time.time, time.monotonic, time.perf_counter)
+Row = dict[str, Any]
+
+
+class LogHistory(RankState):
+    """`TrainerState.log_history`, as rank 0 has it: of each entry the results, and what was measured."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self._trainer = trainer
+
+    def read_own(self) -> list[Any]:
+        """Return the entries since the last step boundary, and how many were before."""
+        entries = self._trainer.state.log_history
+        start = min(len(self._rows or ()), len(entries))
+        return [start, list(map(_divide_entry, entries[start:]))]
+
+    def set_rows(self, rows: list[Any]) -> None:
+        """Add those of rank 0."""
+        start, entries = rows[0]
+        self._rows = self._rows or []
+        self._rows[start:] = entries
+
+    def load_rows(self, rows: list[Any]) -> None:
+        """Set the Trainer's list."""
+        self._trainer.state.log_history = [
+            {**json.loads(results), **json.loads(measured)} for results, measured in rows
+        ]
+
+
+def _divide_entry(entry: Mapping[str, Any]) -> list[str]:
+    """Return an entry's results as JSON, which a restart computes once more, and what it has measured."""
+    parts: list[Row] = [{}, {}]
+    for key, value in entry.items():
+        parts[MEASURED.search(key) is not None][key] = value
+    return [json.dumps(part, default=_to_plain) for part in parts]
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a number of numpy or torch as one of Python."""
+    return value.item() if getattr(value, "size", None) == 1 or getattr(value, "ndim", 1) == 0 else str(value)
+
+
+class ChangedAttributes(RankState):
+    """The attributes of a Trainer and its callbacks that have changed since `begin`."""
+
+    def __init__(self, trainer: Any, known: frozenset[str], tracked: list[Any]) -> None:
+        """Leave out the attributes ``known`` of the Trainer, and ``tracked`` objects: others restore them."""
+        super().__init__()
+        self._trainer, self._tracked = trainer, {id(unwrap(item)) for item in tracked}
+        models = [unwrap(item) for item in tracked if isinstance(item, nn.Module)]
+        self._parameters = {id(parameter) for model in models for parameter in model.parameters()}
+        self._rank: int = trainer.args.process_index
+        self._excluded = known
+        self._owners: Owners | None = None  # None until `begin`
+        self._baseline: dict[str, Form | tuple[Any, str]] = {}  # of each attribute that has not changed
+        self._begin_times: list[float] = []
+        self._known_owners: dict[int, Any] = {}
+        self._forms: dict[str, Form] = {}  # of those that have
+        self._values: list[Any] = []  # so that `training.untracked` takes averages among them for tracked
+        self._agreed: set[str] = set()  # long ones that all ranks have
+        self._refused: set[str] = set()
+        self._named: list[str] = []  # of these, in the log of any generation
+        self._shared: dict[str, Form] = {}
+        self._loaded: dict[str, Form] = {}
+
+    def list_owners(self) -> Owners:
+        """Return the objects whose attributes count: a library's callback shows its progress in its own."""
+        owners: dict[str, tuple[Any, frozenset[str]]] = {
+            type(self._trainer).__name__: (self._trainer, self._excluded)
+        }
+        for callback in self._trainer.callback_handler.callbacks:
+            if not type(callback).__module__.startswith(("transformers.", "elastic_resume.")):
+                name, count = type(callback).__name__, 2
+                while name in owners:
+                    name, count = f"{type(callback).__name__} {count}", count + 1
+                owners[name] = callback, frozenset()
+        for name in ("compute_loss_func", "data_collator"):
+            if is_of_script(item := getattr(self._trainer, name, None)):
+                owners[name] = item, frozenset()
+        return {**owners, **list_script_modules(unwrap(self._trainer.model))}
+
+    def begin(self) -> None:
+        """Set what was loaded, and notice changes from now on: the first epoch is about to begin."""
+        self._owners = self.list_owners()
+        self._known_owners = {id(owner): owner for owner, _ in self._owners.values()}
+        self.set_loaded()
+        self._begin_times = [clock() for clock in CLOCKS]
+        self._values = [value for _, value, _, _ in self._iter_values() if type(value) not in SCALARS]
+        for path, value, owner, _ in self._iter_values():
+            self._known_owners[id(owner)] = owner
+            try:
+                self._baseline[path] = read(value)
+            except NotPlainError as error:
+                self._baseline[path] = value, _describe(value, error)
+
+    def set_loaded(self) -> None:
+        """Set the attributes of the restored state."""
+        places = {path: (owner, name) for path, _, owner, name in self._iter_values()} if self._loaded else {}
+        for path, form in self._loaded.items():
+            title, _, name = path.rpartition(".")
+            owner = places[path][0] if path in places else (self._owners or {}).get(title, (None,))[0]
+            if owner is not None:  # an attribute may have been made in training
+                assign(owner, name, form, self._trainer.args.device)
+            else:
+                self._refuse(path, "of an object that this process does not have")
+
+    def forget_loaded(self) -> None:
+        """Free what was loaded."""
+        self._loaded = {}
+
+    def _iter_values(self) -> Iterator[tuple[str, Any, Any, str]]:
+        for path, owner, name in list_attributes(self._owners or {}):
+            value = vars(owner)[name]
+            if not self._is_tracked(value):
+                yield path, value, owner, name
+
+    def _is_tracked(self, value: Any) -> bool:
+        """Return whether ``value`` is restored elsewhere: the model, a part of it, the optimizer."""
+        if type(value) in SCALARS:
+            return False
+        if id(unwrap(value)) in self._tracked:
+            return True
+        return isinstance(value, nn.Module) and any(id(p) in self._parameters for p in value.parameters())
+
+    # ---- what the ranks exchange ---------------------------------------------------------------------
+
+    def read_own(self) -> Row:
+        """Return the changed attributes as JSON, or a digest of them, by path."""
+        rows: Row = {}
+        for path, value, owner, _ in self._iter_values():
+            if path in self._refused:
+                continue
+            if id(owner) not in self._known_owners:
+                rows[path] = {"refused": f"of a {type(owner).__name__} that training has made"}
+                continue
+            try:
+                if (form := self._read_if_changed(path, value)) is not None:
+                    rows[path] = self._make_row(path, form)
+                    self._forms[path] = form
+            except (NotPlainError, UntrackableError) as error:
+                rows[path] = {"refused": str(error)}
+        return rows
+
+    def _read_if_changed(self, path: str, value: Any) -> Form | None:
+        """Return the form of an attribute that has ever changed. Raise NotPlainError if it has none."""
+        before = self._baseline.get(path)
+        try:
+            form = read(value)
+        except NotPlainError as error:
+            if hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+                raise NotPlainError(f"{error}, of which the next item depends on the former ones") from None
+            if isinstance(before, tuple) and before[0] is value and before[1] == _describe(value, error):
+                return None
+            raise
+        if path not in self._forms:
+            is_same = isinstance(before, Form) and form.is_same(before)
+            if is_same or self._is_clock(form.skeleton):
+                return None
+            self._baseline.pop(path, None)  # it may keep a large tensor
+        return form
+
+    def _is_clock(self, value: Any) -> bool:
+        """Return whether ``value`` was read from a clock since the start: each process has its own times."""
+        return type(value) is float and any(
+            start <= value <= clock() for start, clock in zip(self._begin_times, CLOCKS, strict=True)
+        )
+
+    def _make_row(self, path: str, form: Form) -> Any:
+        text = repr(form.skeleton)  # ten times as fast as to encode it
+        if len(text) <= MAX_CHARS and form.count_numbers() <= MAX_NUMBERS:
+            encoded = json_codec.encode(form.skeleton, path)
+            return {"value": encoded, "tensors": [_pack(tensor) for tensor in form.tensors]}
+        digest = xxhash.xxh3_128(text.encode())
+        if path not in self._agreed:  # later changes are those of equal ranks
+            for tensor in form.tensors:
+                here = tensor.detach().cpu().contiguous()
+                digest.update(view_bytes(here) if here.numel() else b"")
+        return {"digest": digest.hexdigest()}
+
+    def set_rows(self, rows: list[Any]) -> None:
+        """Keep the rows of all ranks, and the long attributes that are the same on all ranks."""
+        if self._owners is None and self._rows:
+            return  # restored, and not yet set
+        self._shared = {}
+        others = dict.fromkeys(path for row in rows for path, each in row.items() if "value" not in each)
+        for path in others:
+            each = [row.get(path) for row in rows]
+            reasons = [one["refused"] for one in each if isinstance(one, dict) and "refused" in one]
+            if reasons or each.count(each[0]) < len(each):
+                self._refuse(path, (reasons or ["large, and differs between ranks"])[0])
+            else:
+                self._agreed.add(path)
+                self._shared[path] = self._forms[path]
+        self._rows = [{path: each for path, each in row.items() if path not in others} for row in rows]
+
+    def _refuse(self, path: str, reason: str) -> None:
+        """Name once what cannot be kept."""
+        self._refused.add(path)
+        self._forms.pop(path, None)
+        is_new = path not in self._named
+        self._named += [path] * is_new
+        if is_new and self._rank == 0:
+            logger.warning(
+                f"WARNING: {path} has changed since train() began, and a restart loses what it holds: it is "
+                f"{reason}. Keep there numbers, lists, dicts, tensors or an object with state_dict() and "
+                "load_state_dict(). Ignore this if nothing depends on it."
+            )
+
+    # ---- the saved state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> Row:
+        """Return the rows of all ranks, and what all ranks share, with its tensors."""
+        return {
+            "values": self._rows or [],
+            "shared": {path: form.fill() for path, form in self._shared.items()},
+            "named": self._named,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep this rank's attributes for `begin`."""
+        rows = list(state["values"])
+        self._rows, self._named = rows, list(state["named"])
+        self._shared = {path: read(value) for path, value in state["shared"].items()}
+        self._agreed = set(self._shared)
+        self._loaded = dict(self._shared)
+        self.load_rows(rows)
+        self._forms = dict(self._loaded)
+
+    def load_rows(self, rows: list[Any]) -> None:
+        """Take this rank's row. In a world of another size that is the row of the rank modulo its size."""
+        if not rows:
+            return
+        if len(rows) != self._trainer.args.world_size and self._rank == 0:
+            names = [path for path in rows[0] if any(row.get(path) != rows[0][path] for row in rows)]
+            if names:
+                logger.warning(
+                    f"WARNING: {', '.join(names[:4])}: each rank had its own, and the number of ranks has "
+                    f"changed from {len(rows)} to {self._trainer.args.world_size}. Rank r continues with "
+                    f"those of rank r modulo {len(rows)}."
+                )
+        for path, row in rows[self._rank % len(rows)].items():
+            tensors = tuple(map(_unpack, row["tensors"]))
+            self._loaded[path] = Form(json_codec.decode(row["value"]), tensors)
+
+
+def list_own_attributes(*kinds: type) -> frozenset[str]:
+    """Return the names of the attributes that the methods of some classes set on ``self``."""
+    names: set[str] = set()
+    codes = [
+        function.__code__
+        for kind in kinds
+        for member in vars(kind).values()
+        if hasattr(function := getattr(member, "__wrapped__", getattr(member, "fget", member)), "__code__")
+    ]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        loaded = None
+        for each in dis.get_instructions(code):
+            if each.opname == "STORE_ATTR" and loaded == "self":
+                names.add(each.argval)
+            if each.opname != "EXTENDED_ARG":  # it comes between, for a name with a great index
+                loaded = each.argval[1] if each.opname == "LOAD_FAST_LOAD_FAST" else each.argval
+    return frozenset(names)
+
+
+def _describe(value: Any, error: NotPlainError) -> str:
+    """Describe a value that cannot be compared: its kind, and its length if it has one."""
+    return f"{error} {len(value) if isinstance(value, Sized) else ''}"
+
+
+def _pack(tensor: Tensor) -> list[Any]:
+    here = tensor.detach().cpu().contiguous()
+    data = base64.b64encode(view_bytes(here) if here.numel() else b"").decode()
+    return [NAME_BY_DTYPE[here.dtype], list(here.shape), data]
+
+
+def _unpack(packed: list[Any]) -> Tensor:
+    dtype, shape, data = packed
+    if not data:
+        return torch.empty(shape, dtype=DTYPE_BY_NAME[dtype])
+    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=DTYPE_BY_NAME[dtype]).reshape(shape)

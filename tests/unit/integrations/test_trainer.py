@@ -1,0 +1,445 @@
+"""transformers' Trainer in this process: what it and its callbacks hold and log survives.
+
+A training is left by an exception, and another Trainer of the same process goes on. Workers that die are in
+tests/integration/test_transformers.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from elastic_resume.console import PACKAGE_LOGGER
+from elastic_resume.errors import UsageError
+from elastic_resume.integrations import transformers as integration
+from elastic_resume.integrations.trainer_state import ChangedAttributes
+from elastic_resume.state.diff import MEASURED
+from elastic_resume.training import untracked
+from tests.support.thread_ranks import ThreadCollectives, run_ranks
+
+pytestmark = pytest.mark.slow  # importing transformers takes seconds
+
+STEPS, LEFT_AT = 8, 5
+
+
+class LeftError(Exception):
+    """The end of a process."""
+
+
+class Samples:
+    """Points of two classes."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(index % 2)}
+
+
+class Net(nn.Module):
+    """A model that counts its own calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.calls = nn.Linear(4, 2), 0
+
+    def forward(self, inputs: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        """Return the mean loss; **kwargs seems to take num_items_in_batch."""
+        self.calls += self.training
+        scores = self.scores(inputs)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+class Counting(integration.Trainer):
+    """Logs as TRL's trainers do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._metrics: dict[str, Any] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._total = 0
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note the mean of the inputs, and their number."""
+        mode = "train" if model.training else "eval"
+        self._metrics[mode]["mean"].append(float(inputs["inputs"].mean()))
+        self._total += len(inputs["inputs"]) * model.training
+        self._metrics[mode]["total"] = [self._total]
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the means of this mode."""
+        mode = "train" if self.model.training else "eval"
+        means = {key: sum(values) / len(values) for key, values in self._metrics[mode].items()}
+        super().log({**logs, **{f"{mode}_{key}": mean for key, mean in means.items()}}, start_time)
+        self._metrics[mode].clear()
+
+
+class Meter:
+    """An object of the script's own."""
+
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+
+class Average(TrainerCallback):
+    """Holds averages of the weights, and counts. It has no state()."""
+
+    def __init__(self) -> None:
+        self.updates, self.meters, self.in_epoch = 0, {"a": Meter()}, 0
+        self.shadow: dict[str, Tensor] = {}
+        self.average = torch.optim.swa_utils.AveragedModel(Net())
+
+    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        """Begin to count, in each process."""
+        self.updates, self.shadow = 0, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Begin to count within the epoch."""
+        self.in_epoch = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Count."""
+        del args, control
+        self.updates, self.in_epoch = self.updates + 1, self.in_epoch + 1
+        self.meters["a"].sum += state.global_step
+        self.average.update_parameters(model)
+        for name, parameter in model.named_parameters():
+            self.shadow[name] = 0.5 * self.shadow[name] + 0.5 * parameter.detach()
+
+    def read(self) -> Any:
+        """Return all of it."""
+        averages = [{name: t.tolist() for name, t in self.shadow.items()}]
+        averages += [{name: t.tolist() for name, t in self.average.state_dict().items()}]
+        return [self.updates, self.in_epoch, self.meters["a"].sum, averages]
+
+
+def _leave(name: str) -> Callable[..., None]:
+    def hook(self: Leaving, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        if self.left_at == f"{name}@{state.global_step}":
+            raise LeftError
+
+    return hook
+
+
+class Leaving(TrainerCallback):
+    """Leaves the training; it comes after the others."""
+
+    def __init__(self, left_at: str) -> None:
+        self.left_at = left_at
+
+
+for _name in ("on_step_end", "on_log", "on_evaluate", "on_epoch_end", "on_save"):
+    setattr(Leaving, _name, _leave(_name))
+
+
+class Job:
+    """One directory, and the Trainers of its processes, one after the other."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def train(
+        self,
+        left_at: str = "",
+        start: Any = None,
+        kind: type[Any] = Counting,
+        average: Callable[..., Average] = Average,
+        loggers: tuple[Any, ...] = (),
+        **settings: Any,
+    ) -> tuple[Any, Average]:
+        """Train to the end, or until the training is left at "HOOK@STEP"."""
+        torch.manual_seed(7)
+        names = {"ckpt_dir": self.directory / "ckpt", "run_id": "job", "node_name": "n"}
+        callback = average()
+        arguments: dict[str, Any] = {
+            "logging_steps": 3,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "num_train_epochs": 2,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "seed": 3,
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "save_strategy": "no",
+        }
+        args = TrainingArguments(str(self.directory / "output"), **{**arguments, **settings})
+        callbacks = [callback, *loggers, Leaving(left_at)]
+        trainer = kind(Net(), args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
+        trainer.elastic_options = {**names, "save_every": 1, "snapshot_every": 1}
+        try:
+            trainer.train(start)
+        except LeftError:
+            trainer.elastic_run._release()
+        assert (trainer.state.global_step == STEPS) == (not left_at)
+        return trainer, callback
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A job."""
+    return Job(tmp_path)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged; its handler is in the place of the one that prints."""
+    caplog.set_level(logging.INFO, PACKAGE_LOGGER.name)
+    PACKAGE_LOGGER.addHandler(caplog.handler)
+    return caplog
+
+
+def read(trainer: Any, callback: Average) -> Any:
+    """Return what must be equal."""
+    log = [{k: v for k, v in each.items() if not MEASURED.search(k)} for each in trainer.state.log_history]
+    own = trainer._total, trainer._metrics, trainer.model.calls
+    return json.loads(json.dumps([log, own, callback.read()]))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a training ends with."""
+    trainer, callback = Job(tmp_path_factory.mktemp("undisturbed")).train()
+    assert callback.read()[:3] == [STEPS, STEPS // 2, STEPS * (STEPS + 1) / 2]
+    return read(trainer, callback)
+
+
+@pytest.mark.parametrize("left_at", ["on_step_end@5", "on_evaluate@4", "on_log@3", "on_epoch_end@4"])
+def test_left_training_ends_with_the_same_attributes_and_logs(
+    job: Job, undisturbed: Any, left_at: str, log: pytest.LogCaptureFixture
+) -> None:
+    """Of the Trainer, its model and its callbacks; the log has each entry once."""
+    job.train(left_at)
+    trainer, callback = job.train()
+    assert read(trainer, callback) == undisturbed
+    assert "a restart loses what it holds" not in log.text
+    held = untracked._collect_held(trainer.elastic_run._tracked)
+    assert id(callback.average) in held, "no warning says that the average is not tracked"
+
+
+def test_check_of_the_loss_leaves_no_trace(job: Job) -> None:
+    """Each process computes the first batch's loss once more to know its kind."""
+    trainer, _ = job.train()
+    evaluation = next(entry for entry in trainer.state.log_history if "eval_mean" in entry)
+    plain = float(torch.stack([Samples()[n]["inputs"] for n in range(16)]).mean())
+    assert trainer._elastic_has_sum is False, "the check has run"
+    assert evaluation["eval_mean"] == pytest.approx(plain)
+    assert trainer._total == STEPS * 4
+
+
+def test_what_cannot_be_kept_is_named_once(job: Job, log: pytest.LogCaptureFixture) -> None:
+    """It has changed; what is the same as at the start is no business of ours."""
+
+    class Changing(Average):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers, self.objects = iter(range(99)), list[object]()
+            self.made: Meter | None = None
+            self.constant = object()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_step_end(*args, **kwargs)
+            next(self.numbers)
+            self.objects.append(object())
+            self.made = Meter()
+
+    job.train("on_step_end@3", average=Changing)
+    job.train(average=Changing)
+    texts = [record.getMessage() for record in log.records]
+    found = [text.split()[1] for text in texts if "a restart loses what it holds" in text]
+    assert found == ["Changing.numbers", "Changing.objects", "Changing.made.sum"]
+
+
+def test_time_of_a_clock_is_not_kept(job: Job) -> None:
+    """A throughput after a restart would count the time in which nothing ran."""
+
+    class Timed(Counting):
+        last = 0.0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.last = time.perf_counter()
+            return super().training_step(*args, **kwargs)
+
+    trainer, _ = job.train("on_step_end@3", kind=Timed)
+    assert "_total" in str(trainer._elastic_attributes._forms)
+    assert "last" not in str(trainer._elastic_attributes._forms)
+
+
+class Writer:
+    """A SummaryWriter that shows what TensorBoard does."""
+
+    points: ClassVar[list[Any]] = []  # (directory, tag, step, value)
+
+    def __init__(self, log_dir: str, purge_step: int | None = None) -> None:
+        self._directory = log_dir
+        if purge_step is not None:
+            Writer.points = [point for point in Writer.points if point[2] is None or point[2] < purge_step]
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Add a point."""
+        if not MEASURED.search(tag):
+            Writer.points.append((self._directory, tag, step, value))
+
+    def add_text(self, tag: str, text: str, global_step: int | None = None) -> None:
+        """Add a point, without a step that of the arguments."""
+        del text
+        Writer.points.append((self._directory, tag, global_step, ""))
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    close = flush
+
+
+def test_tensorboard_has_each_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the points of the restored step, which may have been followed by those of an epoch's end."""
+    utils = "transformers.integrations.integration_utils.is_tensorboard_available"
+    monkeypatch.setattr(utils, lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    found = []
+    for number, places in enumerate([[], ["on_log@3", "on_evaluate@4", "on_epoch_end@4", "on_log@6"]]):
+        job, Writer.points = Job(tmp_path / str(number)), []
+        for place in [*places, ""]:
+            trainer, _ = job.train(place, logging_steps=1, loggers=(TensorBoardCallback(),))
+        trainer.evaluate()
+        assert len({directory for directory, *_ in Writer.points}) == 1, "one run"
+        found.append(sorted((tag, step or 0, value) for _, tag, step, value in Writer.points))
+    assert found[0] == found[1]
+    assert len(found[0]) > 5 * STEPS
+
+
+# ---- resume_from_checkpoint ------------------------------------------------------------------------------
+
+
+def test_own_checkpoint_is_not_read_after_a_restart(
+    job: Job, undisturbed: Any, log: pytest.LogCaptureFixture
+) -> None:
+    """`get_last_checkpoint(output_dir)` finds none at the first start, and one of this job afterwards."""
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    job.train("on_save@4", **saving)
+    last = get_last_checkpoint(str(job.directory / "output"))
+    assert last is not None
+    assert read(*job.train(start=last, **saving)) == undisturbed
+    assert f"resume_from_checkpoint={last!r} is not read: the job continues at step" in log.text
+    assert read(*job.train(start=True, **saving))[2] == undisturbed[2], "it was over"
+
+
+def test_new_job_goes_on_after_the_steps_of_another_checkpoint(job: Job, tmp_path: Path) -> None:
+    """As the Trainer does: with its weights, optimizer, schedule and step. What is killed then goes on."""
+    whole, _ = job.train(save_strategy="steps", save_steps=3)
+    path = str(job.directory / "output" / "checkpoint-3")
+    ends = []
+    for number, left_at in enumerate(["", "on_step_end@6"]):
+        other = Job(tmp_path / str(number))
+        if left_at:
+            other.train(left_at, start=path)
+        trainer, _ = other.train(start=path)
+        assert trainer.state.log_history[0] == whole.state.log_history[0]
+        ends.append([trainer.state.log_history[-1]["train_loss"], repr(trainer.model.state_dict())])
+    assert ends[0] == ends[1]
+    assert ends[0][1] == repr(whole.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("start", "text"),
+    [(True, "there is no checkpoint in"), ("/nowhere", "is not the same checkpoint on")],
+)
+def test_missing_checkpoint_is_refused(job: Job, start: Any, text: str) -> None:
+    """At the first start."""
+    with pytest.raises(UsageError, match=text):
+        job.train(start=start)
+
+
+# ---- one changed import ----------------------------------------------------------------------------------
+
+
+def test_global_batch_is_that_of_the_first_start(job: Job, log: pytest.LogCaptureFixture) -> None:
+    """Per device x ranks x accumulation; other arguments afterwards do not change the order of samples."""
+    trainer, _ = job.train("on_step_end@3")
+    assert trainer.elastic_global_batch == 4
+    trainer, _ = job.train(gradient_accumulation_steps=4)
+    assert (trainer.elastic_global_batch, trainer.args.gradient_accumulation_steps) == (4, 2)
+    assert "the global batch stays 4 samples, as at the job's first start" in log.text
+    assert "1 ranks x 4 accumulation steps would make 8" in log.text
+
+
+def test_classes_come_under_their_names() -> None:
+    """Of transformers; those of TRL are made in the same way, see the page of the Trainer."""
+    kind = integration.Seq2SeqTrainer
+    assert kind is integration.Seq2SeqTrainer
+    assert kind.__mro__[1] is integration.ElasticTrainer
+    assert kind.__name__ == "Seq2SeqTrainer"
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = integration.Nothing
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------
+
+
+class Rank:
+    """A Trainer as `ChangedAttributes` needs it."""
+
+    def __init__(self, ranks: ThreadCollectives) -> None:
+        class Args:
+            process_index, world_size, device = ranks.rank, ranks.size, torch.device("cpu")
+
+        self.callback_handler: Any = type("Handler", (), {"callbacks": []})()
+        self.args, self.model = Args(), nn.Linear(1, 1)
+        self.own, self.same, self.large, self.differs = 0.0, [0], torch.zeros(1000), torch.zeros(1000)
+        self.attributes = ChangedAttributes(self, frozenset({"args", "callback_handler", "attributes"}), [])
+
+    def step(self, ranks: ThreadCollectives) -> None:
+        """Change all of it."""
+        self.own += ranks.rank + 0.5
+        self.same.append(len(self.same))
+        self.large += 1
+        self.differs += ranks.rank
+        self.attributes.set_rows(ranks.gather(self.attributes.read_own()))
+
+
+def test_each_rank_gets_its_own_numbers_and_all_what_they_share(log: pytest.LogCaptureFixture) -> None:
+    """A large tensor that differs between ranks is named; in another world rank r gets those of r modulo."""
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank = Rank(ranks)
+        rank.attributes.begin()
+        for _ in range(3):
+            rank.step(ranks)
+        return rank.attributes.state_dict()
+
+    states = run_ranks(2, save)
+    assert states[0]["values"] == states[1]["values"]
+    assert "Rank.differs has changed since train() began" in log.text
+    assert "large, and differs between ranks" in log.text
+
+    def load(ranks: ThreadCollectives) -> Any:
+        rank = Rank(ranks)
+        rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+        rank.attributes.load_state_dict(states[0])
+        rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+        rank.attributes.begin()
+        return rank.own, rank.same, float(rank.large.sum()), rank.attributes.state_dict()["values"]
+
+    first, second = run_ranks(2, load)
+    assert first[:3] == (1.5, [0, 1, 2, 3], 3000.0)
+    assert second[:3] == (4.5, [0, 1, 2, 3], 3000.0)
+    assert first[3] == states[0]["values"]
+    assert [found[0] for found in run_ranks(3, load)] == [1.5, 4.5, 1.5]
+    assert "the number of ranks has changed from 2 to 3" in log.text
