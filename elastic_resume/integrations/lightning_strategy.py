@@ -32,7 +32,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -42,13 +41,12 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from elastic_resume.checkpoint.atomic_io import translate_os_errors
 from elastic_resume.data.batch_size import KEEP_LOCAL, count_micro_batches
 from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
 from elastic_resume.errors import ConfigError, UsageError
-from elastic_resume.integrations import LOADER_ARGUMENTS, require_methods, set_known
+from elastic_resume.integrations import LOADER_ARGUMENTS, lost_steps, require_methods, set_known
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
 from elastic_resume.training.resume import resume
 from elastic_resume.training.run import Run
@@ -57,9 +55,6 @@ _Base: Any = object  # DDPStrategy of one of the two libraries is the next base 
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = ".elastic_resume.json"
-LOST_STEPS = "lost-steps"
-"""Directory beside Lightning's checkpoints, for those of steps that are repeated."""
 # Attributes that ModelCheckpoint does not restore. The first three decide whether a step was saved already.
 _UNRESTORED = (
     *("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
@@ -561,11 +556,13 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             return
         if self.is_global_zero and "://" not in str(filepath):
             # The step that is being taken, or the end of the epoch after the last one: see the method below.
-            _note_file(Path(filepath), 2 * self._run.position.step + (2 if self._is_in_step else 1))
+            path = Path(filepath)
+            order = 2 * self._run.position.step + (2 if self._is_in_step else 1)
+            lost_steps.note(path.parent, path.name, order)
         with self._run.busy("a checkpoint of Lightning"):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero and "://" not in str(filepath):
-            _drop_replaced_file(Path(filepath))
+            lost_steps.drop_replaced(path.parent, path.name)
 
     def _clean_up_after_lost_steps(self) -> None:
         """Set aside the checkpoints of Lightning that were written after the state that is resumed.
@@ -673,52 +670,10 @@ def _has_plain_arguments(loader: DataLoader[Any]) -> bool:
     return type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.")
 
 
-def _note_file(path: Path, order: int) -> None:
-    journal = path.parent / JOURNAL
-    noted = _read_journal(journal)
-    if path.name not in noted or not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_journal(journal, {**noted, path.name: order})
-
-
 def set_newer_files_aside(directory: Path, order: int | None) -> None:
-    """Move the files that were first written after ``order`` into `LOST_STEPS`, until they are written again.
-
-    With None forget those of a former job, which stay where they are.
-    """
-    for journal in list(directory.rglob(JOURNAL)):  # a filename may name subdirectories
-        noted = _read_journal(journal)
-        newer = {name for name, written_at in noted.items() if order is not None and written_at > order}
-        for name in newer:
-            aside = journal.parent / LOST_STEPS
-            aside.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # Lightning has removed it, or never wrote it
-                (journal.parent / name).replace(aside / name)
-        kept = {name: at for name, at in noted.items() if order is not None and name not in newer}
-        if kept != noted:  # a full disk takes no needless file
-            _write_journal(journal, kept)
-
-
-def _drop_replaced_file(path: Path) -> None:
-    """Remove the file in `LOST_STEPS` that ``path``, which was written just now, replaces."""
-    aside = path.parent / LOST_STEPS
-    with contextlib.suppress(OSError):
-        (aside / path.name).unlink(missing_ok=True)
-        aside.rmdir()  # an error unless it is empty
-
-
-def _read_journal(journal: Path) -> dict[str, int]:
-    try:
-        noted = json.loads(journal.read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(noted, dict):
-        return {}
-    return {name: at for name, at in noted.items() if Path(name).name == name and type(at) is int}
-
-
-def _write_journal(journal: Path, noted: Mapping[str, int]) -> None:
-    temporary = journal.with_suffix(".tmp")
-    with translate_os_errors("write", journal):
-        temporary.write_text(json.dumps(noted))
-        temporary.replace(journal)
+    """Set the files aside that were first written after ``order``; with None forget those of a former job."""
+    for journal in list(directory.rglob(lost_steps.JOURNAL)):  # a filename may name subdirectories
+        if order is None:
+            lost_steps.forget(journal.parent)
+        else:
+            lost_steps.set_newer_aside(journal.parent, order)

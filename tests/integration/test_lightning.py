@@ -378,12 +378,13 @@ def test_other_world_adds_up_what_ranks_have_logged() -> None:
 
 def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -> None:
     """And no others: those that nobody noted, and those that were there before."""
-    from elastic_resume.integrations import lightning_strategy  # noqa: PLC0415
+    from elastic_resume.integrations import lightning_strategy, lost_steps  # noqa: PLC0415
 
     names = ("a.ckpt", "epoch=1/b.ckpt", "other.ckpt")
     for name, step in ((names[0], 3), (names[1], 6), (names[0], 7), (names[2], None)):
         if step is not None:
-            lightning_strategy._note_file(tmp_path / name, step)
+            path = tmp_path / name
+            lost_steps.note(path.parent, path.name, step)
         (tmp_path / name).write_text(name)
 
     def left() -> list[str]:
@@ -393,7 +394,7 @@ def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -
     assert left() == ["a.ckpt", "epoch=1/lost-steps/b.ckpt", "other.ckpt"]
     assert (tmp_path / "epoch=1/lost-steps/b.ckpt").read_text() == names[1]
     (tmp_path / names[1]).write_text("again")
-    lightning_strategy._drop_replaced_file(tmp_path / names[1])
+    lost_steps.drop_replaced(tmp_path / "epoch=1", "b.ckpt")
     assert left() == sorted(names)
     assert not (tmp_path / "epoch=1/lost-steps").exists()
     (tmp_path / ".elastic_resume.tmp").mkdir()
