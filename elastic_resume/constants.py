@@ -70,6 +70,7 @@ LOCK_OWNER_FILE = "lock-owner.json"  # the lock's owner, for the message to a se
 IDENTITY_FILE = "identity.json"  # a random id that distinguishes nodes of the same name
 ENUMERATE_HINT_FILE = "enumerate-hint"  # empty: the log has said what enumerate() does in a resumed epoch
 SAVED_FOLDERS_FILE = "accelerate-folders.json"  # directories in which accelerator.save_state() wrote
+LOGGER_VERSIONS_FILE = "lightning-versions.json"  # the versions of the Trainer's loggers
 PROGRESS_FILE = "progress"  # memory-mapped: the last step each local rank finished
 QUARANTINE_DIR = "quarantine"  # checkpoints that failed verification, kept for a person
 HANGS_DIR = "hangs"  # one file per hang: the stacks of all ranks of the node

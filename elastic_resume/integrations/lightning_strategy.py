@@ -3,6 +3,8 @@
 ``lightning.pytorch`` and ``pytorch_lightning`` share it. Lightning owns the loops, so the strategy hooks into
 them where Lightning has no callback. It extends these methods of DDPStrategy:
 
+- ``setup_environment`` gives loggers the versions of an earlier start (`lightning_loggers`);
+- ``restore_checkpoint_after_setup``: Lightning reads a ``ckpt_path`` after ``setup``, if at all;
 - ``setup`` calls `er.resume` when model, optimizers and loader exist, and restores the loops' counters;
 - ``process_dataloader`` puts a `GlobalBatches` in the place of the DistributedSampler that Lightning adds;
 - ``backward`` multiplies the loss by its weight, and ``on_train_batch_start`` takes the weight of the batch
@@ -23,6 +25,7 @@ It wraps these methods of Lightning's objects (`_replace`), for the reason given
 - the fit loop's ``run``: a job that was killed after its last step still gets its epoch's end, and its
   ``on_train_end``;
 - the data connector's ``_prepare_dataloader``: it would divide a `GlobalBatches` once more;
+- the checkpoint connector's ``_restore_modules_and_callbacks``: it would load a ``ckpt_path`` over the state;
 - the signal connector's ``register_signal_handlers``: Lightning's handler of SIGTERM waits for all ranks.
 """
 
@@ -47,6 +50,7 @@ from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.integrations import LOADER_ARGUMENTS, lost_steps, require_methods, set_known
+from elastic_resume.integrations.lightning_loggers import Loggers
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
 from elastic_resume.training.resume import resume
 from elastic_resume.training.run import Run
@@ -88,6 +92,7 @@ _METHODS = {
     "strategies.ddp.DDPStrategy": (
         *("setup trainer", "distributed_sampler_kwargs", "num_nodes"),
         *("setup_distributed", "set_world_ranks", "configure_ddp", "barrier", "broadcast obj src"),
+        *("setup_environment", "restore_checkpoint_after_setup"),
     ),
     "strategies.strategy.Strategy": (
         "process_dataloader dataloader",
@@ -105,6 +110,9 @@ _METHODS = {
         *("state_dict destination prefix", "load_state_dict state_dict prefix"),
     ),
     "trainer.connectors.data_connector._DataConnector": ("_prepare_dataloader dataloader shuffle mode",),
+    "trainer.connectors.checkpoint_connector._CheckpointConnector": (
+        "_restore_modules_and_callbacks checkpoint_path weights_only",
+    ),
     "trainer.connectors.signal_connector._SignalConnector": ("register_signal_handlers",),
     "trainer.connectors.logger_connector.result._Sync": ("__init__ fn _should rank_zero_only _op _group",),
     "trainer.connectors.logger_connector.result._ResultMetric": ("__init__ metadata is_tensor",),
@@ -126,6 +134,15 @@ def make_strategy(name: str, library: str, fabric: str, versions: tuple[str, str
     base = importlib.import_module(f"{library}.strategies").DDPStrategy
     parts = {"_library": importlib.import_module(library), "_environment_class": WorldOfLauncher}
     return type("ElasticDDPStrategy", (ElasticStrategy, base), {**parts, "__doc__": ElasticStrategy.__doc__})
+
+
+def register(strategy: Any) -> None:
+    """Let ``Trainer(strategy="elastic")`` and LightningCLI's ``--trainer.strategy elastic`` find it."""
+    library = strategy._library.__name__  # noqa: SLF001
+    registry = importlib.import_module(f"{library}.strategies").StrategyRegistry
+    for end, options in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
+        text = "ddp" + end + " that continues after failures"
+        registry.register("elastic" + end, strategy, description=text, override=True, **options)
 
 
 def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -164,6 +181,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             self.cluster_environment = self._environment_class()
         self._run: Run | None = None
         self._trainer: Any = None
+        self._loggers: Loggers | None = None
         self._batches: Any = None  # the GlobalBatches of the training loader
         self._keeps_local_batch = False
         self._upcoming: Iterator[MicroBatch] = iter(())
@@ -221,6 +239,18 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
 
     # ---- before training -----------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        """Join the ranks, and let the loggers continue."""
+        super().setup_environment()
+        trainer = self.lightning_module.trainer
+        if _is_fitting(trainer) and self._run is None:
+            self._loggers = Loggers(trainer, self._library, self._resume_options)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether Lightning reads ``ckpt_path`` after `setup`, which knows if a state was restored."""
+        return _is_fitting(self.lightning_module.trainer)
+
     def setup(self, trainer: Any) -> None:
         """Set up model and optimizers, then resume."""
         if not _is_fitting(trainer):
@@ -243,6 +273,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             options.setdefault("on_world_change", KEEP_LOCAL)
         track = {"loops": _Loops(trainer), "callbacks": _CallbackStates(trainer)}
         track["logged"] = CarriedMetrics(trainer, self._library)
+        if self._loggers is not None:
+            track["loggers"] = self._loggers
         if trainer.datamodule is not None:
             track["datamodule"] = trainer.datamodule
         self._run = run = resume(
@@ -256,7 +288,31 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         )
         if run.plan.kind == "resumed":
             set_known(trainer, "num_sanity_val_steps", 0)  # it would overwrite the restored counters
+        if self._loggers is not None:
+            self._loggers.note_versions(run)
         self._enter_loops(trainer)
+
+    def _restore_no_checkpoint(
+        self, original: Callable[..., None], path: Any = None, weights_only: bool | None = None
+    ) -> None:
+        """Let Lightning load no ``path`` over the restored state; refuse one at the job's first start.
+
+        At a restart a script with ``ckpt_path="last"`` finds its own, even if no state of this job was saved.
+        """
+        if path is None or not _is_fitting(self._trainer):
+            original(path, weights_only)
+            return
+        is_resumed, step = self.run.plan.kind == "resumed", self.run.position.step
+        if not is_resumed and self.run.generation == 1:
+            raise ConfigError(
+                f"Lightning: fit() would load {path}, but elastic_resume restores the whole state itself. "
+                "Leave ckpt_path= out; remove hpc_ckpt_* files and OnExceptionCheckpoint. To start from "
+                "other weights, load them into the module before fit()."
+            )
+        if self.run.rank == 0:
+            state = f"the state of step {step} is restored" if is_resumed else "the job begins again"
+            logger.info(f"Lightning: {path} is left out: {state}")
+        original()
 
     def setup_distributed(self) -> None:
         """Join the ranks; if the run must do it in each generation, leave the first one to it too."""
@@ -297,13 +353,15 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._clean_up_after_lost_steps()
 
     def _enter_loops(self, trainer: Any) -> None:
-        fit_loop, connector = trainer.fit_loop, trainer._signal_connector  # noqa: SLF001
+        fit_loop, signals = trainer.fit_loop, trainer._signal_connector  # noqa: SLF001
+        checkpoints = trainer._checkpoint_connector  # noqa: SLF001
+        _replace(checkpoints, "_restore_modules_and_callbacks", self._restore_no_checkpoint)
         _replace(fit_loop, "run", self._run_fit_loop)
         _replace(fit_loop, "on_advance_start", self._begin_epoch)
         _replace(fit_loop, "on_advance_end", self._end_epoch)
         _replace(fit_loop.epoch_loop, "reset", self._reset_epoch_loop)
         _replace(fit_loop.epoch_loop, "on_advance_end", self._end_batch)
-        _replace(connector, "register_signal_handlers", self._take_signals)
+        _replace(signals, "register_signal_handlers", self._take_signals)
 
     def _refuse_unsupported(self, trainer: Any) -> None:
         """Raise ConfigError for what could not be continued exactly."""
@@ -312,12 +370,6 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             raise UsageError(
                 "Lightning: a job has one Trainer.fit() with an ElasticDDPStrategy. Give the second one a "
                 "script and a run ID of its own."
-            )
-        if trainer.ckpt_path is not None:
-            raise ConfigError(
-                f"Lightning: fit() would load {trainer.ckpt_path}, but elastic_resume restores the whole "
-                "state itself. Leave ckpt_path= out; remove hpc_ckpt_* files and OnExceptionCheckpoint. To "
-                "start from other weights, load them into the module before fit()."
             )
         for name, value in (
             ("reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs),

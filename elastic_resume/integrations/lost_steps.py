@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -83,7 +84,7 @@ def _is_below(name: str) -> bool:
 
 def _write_journal(base: Path, noted: Mapping[str, int]) -> None:
     journal = base / JOURNAL
-    temporary = journal.with_suffix(".tmp")
+    temporary = journal.with_suffix(f".{uuid.uuid4().hex}.tmp")  # nodes may write the same at once
     with translate_os_errors("write", journal):
         temporary.write_text(json.dumps(noted))
         temporary.replace(journal)
