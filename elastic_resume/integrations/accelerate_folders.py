@@ -23,14 +23,11 @@ from elastic_resume.checkpoint.atomic_io import translate_os_errors
 from elastic_resume.data.elastic_sampler import has_our_batches
 from elastic_resume.data.rank_values import RankState
 from elastic_resume.errors import UsageError
-from elastic_resume.integrations import lost_steps, set_known
+from elastic_resume.integrations import WAIT_LIMIT_S, lost_steps, set_known
 from elastic_resume.training.run import Run
 
 logger = logging.getLogger(__name__)
 
-# Less than the timeout of torch's process groups and of our own: then the hang detector names the ranks that
-# have not come, where a timeout names none.
-SAVE_LIMIT_S = 20 * 60.0
 NEW_JOB = -1  # an order before that of everything the job writes
 
 
@@ -93,7 +90,7 @@ class SavedFolders(RankState):
         if place is not None and self._context.is_local_leader:
             self._note(*place)
         with contextlib.ExitStack() as busy:
-            busy.enter_context(self._run.busy("accelerator.save_state", SAVE_LIMIT_S))
+            busy.enter_context(self._run.busy("accelerator.save_state", WAIT_LIMIT_S))
             saved = self._class.save_state(self._accelerator, output_dir, *args, **kwargs)
             if place is not None and self._context.is_local_leader:
                 lost_steps.drop_replaced(*place)

@@ -9,7 +9,8 @@ them where Lightning has no callback. It extends these methods of DDPStrategy:
 - ``process_dataloader`` puts a `GlobalBatches` in the place of the DistributedSampler that Lightning adds;
 - ``backward`` multiplies the loss by its weight, and ``on_train_batch_start`` takes the weight of the batch
   and lets DDP's buffers follow rank 0;
-- ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection;
+- ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection, and
+  ``validation_step`` goes on with that;
 - ``on_train_start`` records that the training loop ran;
 - ``setup_distributed``, ``configure_ddp``, ``barrier`` and ``broadcast``: with ``restartable=True`` ranks
   meet in `er.resume`, and the fit loop is the restartable function;
@@ -37,6 +38,7 @@ import functools
 import importlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,10 @@ from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
 from elastic_resume.errors import ConfigError, UsageError
-from elastic_resume.integrations import LOADER_ARGUMENTS, lost_steps, require_methods, set_known
+from elastic_resume.integrations import LOADER_ARGUMENTS, WAIT_LIMIT_S, lost_steps, require_methods, set_known
 from elastic_resume.integrations.lightning_loggers import Loggers
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
+from elastic_resume.integrations.plain_attributes import ChangedAttributes
 from elastic_resume.training.resume import resume
 from elastic_resume.training.run import Run
 
@@ -59,6 +62,9 @@ _Base: Any = object  # DDPStrategy of one of the two libraries is the next base 
 
 logger = logging.getLogger(__name__)
 
+RENEWAL_S = 60.0  # between two notes that a validation advances
+EPOCH_END_LIMIT_S = 3 * WAIT_LIMIT_S  # hooks of the script may do long work there
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 # Attributes that ModelCheckpoint does not restore. The first three decide whether a step was saved already.
 _UNRESTORED = (
     *("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
@@ -99,6 +105,7 @@ _METHODS = {
         "backward closure_loss optimizer args kwargs",
         "save_checkpoint checkpoint filepath storage_options",
         "on_train_batch_start batch batch_idx",
+        "validation_step",
         *("on_train_start", "on_validation_start", "on_validation_end"),
     ),
     "loops.fit_loop._FitLoop": (
@@ -191,6 +198,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._is_in_step = False  # from a step's first batch until it is counted
         self._optimizer_steps = 0
         self._busy = contextlib.ExitStack()
+        self._busy_since = 0.0
+        self._attributes: ChangedAttributes | None = None
 
     @property
     def run(self) -> Run:
@@ -554,16 +563,33 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._optimizer_steps = steps
         self.run.step()
         self._is_in_step = False
+        if self._attributes is not None:
+            _warn_of_attributes(self._attributes.after_step())
 
     def _end_epoch(self, original: Callable[[], None]) -> None:
-        with self.run.busy("Lightning's end of an epoch"):
+        with self.run.busy("Lightning's end of an epoch", EPOCH_END_LIMIT_S):
             original()
         self.run.end_epoch()
+        if self._attributes is not None:
+            _warn_of_attributes(self._attributes.find())
+            self._attributes = None
+
+    def _watch_attributes(self) -> None:
+        """Watch what callbacks, module and data module keep outside of their state, at the job's start."""
+        trainer, base = self._trainer, self._library.Callback
+        if self.run.rank or self.run.plan.kind == "resumed":
+            return
+        items = [one for one in trainer.callbacks if type(one).state_dict is base.state_dict]
+        items = [one for one in items if not type(one).__module__.startswith(_LIBRARIES)]
+        items += [one for one in (self.lightning_module, trainer.datamodule) if one is not None]
+        tracked = self._resume_options.get("track", {}).values()
+        self._attributes = ChangedAttributes(items, {id(one) for one in tracked})
 
     def on_train_start(self) -> None:
         """Record that the training loop ran, so that `_run_fit_loop` need not finish an epoch."""
         super().on_train_start()
         self._has_trained = True
+        self._watch_attributes()
         self._optimizer_steps = self._trainer.fit_loop.epoch_loop.global_step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -592,7 +618,18 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         """Pause hang detection during a validation."""
         super().on_validation_start()
         if _is_fitting(self._trainer):
-            self._busy.enter_context(self.run.busy("Lightning's validation"))
+            self._note_validation()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Note that the validation advances. A batch that takes too long is a hang."""
+        if _is_fitting(self._trainer) and time.monotonic() - self._busy_since > RENEWAL_S:
+            self._note_validation()
+        return super().validation_step(*args, **kwargs)
+
+    def _note_validation(self) -> None:
+        self._busy.close()
+        self._busy.enter_context(self.run.busy("Lightning's validation", WAIT_LIMIT_S))
+        self._busy_since = time.monotonic()
 
     def on_validation_end(self) -> None:
         """Watch for hangs again."""
@@ -694,6 +731,15 @@ class _CallbackStates:
                 callback.dirpath = own["dirpath"]
             if own:
                 callback.load_state_dict(own)
+
+
+def _warn_of_attributes(found: list[tuple[Any, list[str]]]) -> None:
+    for item, names in found:
+        logger.warning(
+            f"WARNING: Lightning: {type(item).__name__} changes {', '.join(names[:4])} in training, outside of "
+            "its state_dict(): after a restart that starts anew. Return it from state_dict(), keep it in a "
+            'buffer of the module, or pass it in resume_options={"track": {...}}.'
+        )
 
 
 def _is_fitting(trainer: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic_resume as er
-from elastic_resume.errors import ConfigError, MachineError, UsageError
+from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.testing import Fault, assert_same_run
 from tests.support.library_job import JobRecords, LibraryJob
 from tests.support.paths import ROOT, SCRIPTS, preload
@@ -264,9 +264,6 @@ def test_setting_that_cannot_work_is_refused() -> None:
     strategy._refuse_unsupported(trainer)
     with pytest.raises(UsageError, match="from on_fit_start on"):
         _ = strategy.run
-    trainer._checkpoint_connector._ckpt_path = "hpc_ckpt_1.ckpt"
-    with pytest.raises(ConfigError, match=r"fit\(\) would load hpc_ckpt_1"):
-        strategy._refuse_unsupported(trainer)
     strategy._run = object()
     with pytest.raises(UsageError, match="a job has one"):
         strategy._refuse_unsupported(trainer)
@@ -374,36 +371,3 @@ def test_other_world_adds_up_what_ranks_have_logged() -> None:
         ]
         assert [sum(column) for column in zip(*sums, strict=True)] == [7.0, 3.0]
         assert all("odd" not in one["metrics"] for one in folded)
-
-
-def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -> None:
-    """And no others: those that nobody noted, and those that were there before."""
-    from elastic_resume.integrations import lightning_strategy, lost_steps  # noqa: PLC0415
-
-    names = ("a.ckpt", "epoch=1/b.ckpt", "other.ckpt")
-    for name, step in ((names[0], 3), (names[1], 6), (names[0], 7), (names[2], None)):
-        if step is not None:
-            path = tmp_path / name
-            lost_steps.note(path.parent, path.name, step)
-        (tmp_path / name).write_text(name)
-
-    def left() -> list[str]:
-        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt"))
-
-    lightning_strategy.set_newer_files_aside(tmp_path, 5)
-    assert left() == ["a.ckpt", "epoch=1/lost-steps/b.ckpt", "other.ckpt"]
-    assert (tmp_path / "epoch=1/lost-steps/b.ckpt").read_text() == names[1]
-    (tmp_path / names[1]).write_text("again")
-    lost_steps.drop_replaced(tmp_path / "epoch=1", "b.ckpt")
-    assert left() == sorted(names)
-    assert not (tmp_path / "epoch=1/lost-steps").exists()
-    (tmp_path / ".elastic_resume.tmp").mkdir()
-    with pytest.raises(MachineError, match=rf"cannot write {tmp_path}/\.elastic_resume\.json: Is a dir"):
-        lightning_strategy.set_newer_files_aside(tmp_path, None)
-    lightning_strategy.set_newer_files_aside(tmp_path, 9)  # nothing to write
-    (tmp_path / ".elastic_resume.tmp").rmdir()
-    lightning_strategy.set_newer_files_aside(tmp_path, None)  # another job begins here
-    lightning_strategy.set_newer_files_aside(tmp_path, 1)
-    (tmp_path / ".elastic_resume.json").write_text('{"../a.ckpt": 9}')
-    lightning_strategy.set_newer_files_aside(tmp_path, 1)
-    assert left() == sorted(names)
