@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,90 +48,118 @@ class Loggers(RankState):
         self._trainer, self._library = trainer, library
         self._writers: list[Any] = []  # of CSV files, on rank 0
         self._rows_written: list[int] = []
+        self._is_local_leader = self._is_first = False
         place = {name: resume_options[name] for name in _PLACE if name in resume_options}
         settings = Settings.for_worker(os.environ, sys.argv[0], **place)
         node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
         self._file = node_dir / constants.LOGGER_VERSIONS_FILE
         self._unnumbered = [one for one in (*self._csv, *self._boards) if one._version is None]  # noqa: SLF001
         is_new = resume_options.get("resume") == "never"
-        self._set_versions([] if is_new else self._read_noted())
+        self._noted = None if is_new else self._read_noted()  # None before this run's first start
+        self._set_versions(self._find_versions())
         if read_rank_and_world_size()[0] == 0:
-            for one in self._csv:
-                self._open(one)
+            self._open()
 
-    def note_versions(self, run: Run) -> None:
-        """Note the versions for the next start. Called on all ranks, after `er.resume`."""
-        context, is_first = run._context, run.rank == 0  # noqa: SLF001  not for scripts
-        own = [one.version if is_first else None for one in self._unnumbered]
-        versions = context.collectives.gather(own)[0]
-        if context.is_local_leader and versions != self._read_noted():
-            with translate_os_errors("write", self._file):
-                self._file.write_text(json.dumps(versions))
+    def begin_generation(self, run: Run) -> None:
+        """Continue from the restored state. Called on all ranks; processes may have stayed."""
+        self._is_local_leader = run._context.is_local_leader  # noqa: SLF001  not for scripts
+        if run.rank:
+            return
+        self._note(self._read_versions())
         if run.plan.kind != "resumed":  # Lightning would have deleted them
             for writer in self._writers:
                 _kept_file(writer).unlink(missing_ok=True)
-        elif is_first:
-            for board in self._boards:
-                self._purge(board, self._trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001
-
-    def close(self) -> None:
-        """Do nothing more; the Trainer may log an evaluation."""
+            return
+        for board in self._boards:
+            self._purge(board, self._trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001
 
     # ---- at each step boundary -------------------------------------------------------------------------
 
-    def read_own(self) -> list[int]:
-        """Write what was logged; return the number of rows in each CSV file."""
+    def read_own(self) -> dict[str, list[Any]]:
+        """Write what was logged; return the number of rows in each CSV file, and the versions."""
         for writer in self._writers:
             writer.save()
-        return list(self._rows_written)
+        for board in self._boards:
+            if board._experiment is not None:  # noqa: SLF001  it is None on other ranks
+                board._experiment.flush()  # noqa: SLF001  a kill loses what waits in memory
+        return {"rows": list(self._rows_written), "versions": self._read_versions()}
+
+    def set_rows(self, rows: list[Any]) -> None:
+        """Note the versions on each node: another one may have rank 0 at the next start."""
+        super().set_rows(rows)
+        if self._is_local_leader:
+            self._note(rows[0]["versions"])
 
     def load_rows(self, rows: list[Any]) -> None:
         """Give each CSV file the rows that were written before the restored state."""
-        for index, (writer, count) in enumerate(zip(self._writers, rows[0], strict=False)):
+        if read_rank_and_world_size()[0] == 0 and not self._is_first:  # a process that has stayed
+            self._set_versions(rows[0]["versions"])
+            self._open()
+        for index, (writer, count) in enumerate(zip(self._writers, rows[0]["rows"], strict=False)):
             self._rows_written[index] = _restore_rows(writer, count)
 
     # ---- internals -------------------------------------------------------------------------------------
 
-    def _read_noted(self) -> list[Any]:
+    def _read_noted(self) -> list[Any] | None:
         try:
             noted = json.loads(self._file.read_text())
         except (OSError, ValueError):
-            return []
-        is_for_these = isinstance(noted, list) and len(noted) == len(self._unnumbered)
-        return noted if is_for_these else []
+            return None
+        return noted if isinstance(noted, list) else None
 
-    def _set_versions(self, noted: list[Any]) -> None:
-        """Take the versions that any node has noted: rank 0's may be new."""
-        numbers = [one if type(one) is int else -1 for one in noted] or [-1] * len(self._unnumbered)
-        known = torch.tensor([int(bool(noted)), *numbers], device=self._trainer.strategy.root_device)
+    def _note(self, versions: list[Any]) -> None:
+        if versions != self._noted:
+            self._noted = versions
+            with translate_os_errors("write", self._file):
+                self._file.write_text(json.dumps(versions))
+
+    def _read_versions(self) -> list[Any]:
+        return [one.version for one in self._unnumbered] if self._is_first else []
+
+    def _find_versions(self) -> list[int]:
+        """Return the versions that any node has noted, since rank 0's may be new; -1 for an unknown one."""
+        count = len(self._unnumbered)
+        noted = [one for one in self._noted or () if type(one) is int]
+        numbers = noted if len(noted) == count else [-1] * count
+        known = torch.tensor(
+            [int(self._noted is not None), *numbers], device=self._trainer.strategy.root_device
+        )
         if dist.is_initialized():
             dist.all_reduce(known, dist.ReduceOp.MAX)
-        has_started, *numbers = known.tolist()
-        for one, number in zip(self._unnumbered, numbers, strict=True):
+        has_started, *found = known.tolist()
+        if has_started:
+            self._let_configs_be_saved_again()
+        return found
+
+    def _set_versions(self, numbers: list[int]) -> None:
+        for one, number in zip(self._unnumbered, numbers, strict=False):
             if number >= 0:
                 set_known(one, "_version", number)
+
+    def _let_configs_be_saved_again(self) -> None:
+        """Let LightningCLI overwrite the configuration of this run's first start, which it would refuse."""
         cli: Any = sys.modules.get(f"{self._library.__name__}.cli")
-        for callback in self._trainer.callbacks if has_started and cli is not None else ():
+        for callback in self._trainer.callbacks if cli is not None else ():
             if isinstance(callback, cli.SaveConfigCallback):
-                set_known(callback, "overwrite", True)  # it refuses the file of this run's first start
+                set_known(callback, "overwrite", True)
 
-    def _open(self, one: Any) -> None:
-        """Open a CSV file before Lightning does, and keep the rows that are there."""
-        metrics = Path(one.log_dir) / "metrics.csv"
-        if metrics.exists():
-            metrics.replace(metrics.with_name(metrics.name + KEPT))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Experiment logs directory")
-            writer = one.experiment
-        index, save = len(self._writers), writer.save
-        self._writers.append(writer)
-        self._rows_written.append(0)
+    def _open(self) -> None:
+        """Open the CSV files before Lightning does, and keep the rows that are there."""
+        self._is_first = True
+        for index, one in enumerate(self._csv):
+            metrics = Path(one.log_dir) / "metrics.csv"
+            if metrics.exists():
+                metrics.replace(metrics.with_name(metrics.name + KEPT))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Experiment logs directory")
+                writer = one.experiment
+            self._writers.append(writer)
+            self._rows_written.append(0)
+            writer.save = functools.partial(self._save_counted, index, writer.save)
 
-        def counted() -> None:
-            self._rows_written[index] += len(writer.metrics)
-            save()
-
-        writer.save = functools.update_wrapper(counted, save)
+    def _save_counted(self, index: int, save: Callable[[], None]) -> None:
+        self._rows_written[index] += len(self._writers[index].metrics)
+        save()
 
     def _purge(self, board: Any, step: int) -> None:
         """Let TensorBoard leave out the points of repeated steps."""

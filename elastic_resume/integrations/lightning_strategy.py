@@ -297,8 +297,6 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         )
         if run.plan.kind == "resumed":
             set_known(trainer, "num_sanity_val_steps", 0)  # it would overwrite the restored counters
-        if self._loggers is not None:
-            self._loggers.note_versions(run)
         self._enter_loops(trainer)
 
     def _restore_no_checkpoint(
@@ -355,6 +353,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             self._trainer.training = True  # the last generation may have ended in a validation
             self._busy.close()
         self.run.ddp(self.model)
+        if self._loggers is not None:
+            self._loggers.begin_generation(self.run)
         self._is_mid_epoch = self.run.position.step_in_epoch > 0
         self._has_trained = self._is_in_step = False
         if self.run.plan.kind == "resumed":
@@ -736,9 +736,9 @@ class _CallbackStates:
 def _warn_of_attributes(found: list[tuple[Any, list[str]]]) -> None:
     for item, names in found:
         logger.warning(
-            f"WARNING: Lightning: {type(item).__name__} changes {', '.join(names[:4])} in training, outside of "
-            "its state_dict(): after a restart that starts anew. Return it from state_dict(), keep it in a "
-            'buffer of the module, or pass it in resume_options={"track": {...}}.'
+            f"WARNING: Lightning: {type(item).__name__} changes {', '.join(names[:4])} in training, outside "
+            "of its state_dict(): after a restart that starts anew. Return it from state_dict(), keep it in "
+            'a buffer of the module, or pass it in resume_options={"track": {...}}.'
         )
 
 

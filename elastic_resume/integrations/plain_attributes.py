@@ -47,7 +47,7 @@ class ChangedAttributes:
         return {
             name: mark
             for name, value in vars(item).items()
-            if not name.startswith("_") and id(value) not in self._tracked
+            if not (name.startswith("_") or name == "training" or id(value) in self._tracked)
             if (mark := _mark(value)) is not None
         }
 
