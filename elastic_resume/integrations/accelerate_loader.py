@@ -17,6 +17,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from elastic_resume.data.batch_size import KEEP_LOCAL, BatchSizing
+from elastic_resume.data.elastic_sampler import has_our_batches
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import ConfigError
 from elastic_resume.training.run import Run
@@ -52,15 +53,15 @@ def take_over(accelerator: Accelerator, loader: Any) -> FirstWorldBatches | None
 
     `er.resume` refuses those whose position it cannot restore.
     """
-    batches = getattr(loader, "batch_sampler", None)
-    if type(batches) is not BatchSampler or callable(getattr(loader, "state_dict", None)):
-        return None
-    sampler: Any = batches.sampler
-    if getattr(loader, "_is_accelerate_prepared", False):
+    if getattr(loader, "_is_accelerate_prepared", False) and not has_our_batches(loader):
         raise ConfigError(
             "data= has been through accelerator.prepare(), which divides its batches among the processes. "
             "Leave the loader out there: prepare() of elastic_resume takes it as the script has made it."
         )
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is not BatchSampler or callable(getattr(loader, "state_dict", None)):
+        return None
+    sampler: Any = batches.sampler
     is_shuffled = type(sampler) is RandomSampler
     if not is_shuffled and type(sampler) is not SequentialSampler:
         return None

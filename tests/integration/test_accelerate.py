@@ -25,7 +25,7 @@ from tests.support.paths import ROOT, SCRIPTS, preload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-SCRIPT, MISUSE = SCRIPTS / "accelerate_job.py", SCRIPTS / "accelerate_misuse.py"
+SCRIPT, MISUSE, FOLDERS = (SCRIPTS / f"accelerate_{name}.py" for name in ("job", "misuse", "folders"))
 BEFORE, EXAMPLE = (ROOT / "examples" / f"accelerate_digits{end}.py" for end in ("_before", ""))
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 PRELOAD = preload("accelerate", "torch.distributed.fsdp")
@@ -238,12 +238,13 @@ EXPECTED = {
     "prepared by another accelerator": "UsageError: run.step() was called once per 2 batches",
     "accumulation without micro_batch": "ConfigError: the accelerator has gradient_accumulation_steps=4",
     "prepare(loader) afterwards": "UsageError: accelerator.prepare() was given the loader of the run",
-    "skip_first_batches": "UsageError: accelerator.skip_first_batches() was given the loader of the run",
-    "load_state": "UsageError: accelerator.load_state() would put an older state",
+    "skip_first_batches of own loader": "UsageError: accelerator.skip_first_batches() was given the loader",
+    "load_state": "UsageError: accelerator.load_state() in the training would put an older state",
+    "prepared own loader": "ConfigError: data= has been through accelerator.prepare(), which divides",
+    "save_state on the main process": "no error",
     "register_for_checkpointing": "UsageError: accelerator.register_for_checkpointing() was called after",
     "plain backward": "UsageError: the optimizer's first step came without accelerator.backward(loss)",
     "backward without accumulate": "UsageError: accelerator.backward() was called outside of",
-    "automatic_checkpoint_naming": "ConfigError: automatic_checkpoint_naming=True counts the folders",
 }
 
 
@@ -257,6 +258,29 @@ def test_each_misuse_ends_with_its_error(tmp_path: Path) -> None:
         assert errors.keys() == EXPECTED.keys()
         for name, start in EXPECTED.items():
             assert errors[name].startswith(start), f"{name}: {errors[name]}"
+
+
+def test_main_process_saves_and_is_killed_within(tmp_path: Path) -> None:
+    """The restarted script finds its own folders; its limit counts none of a step that is repeated."""
+    ends = []
+    for kills in ([], [("save", 9, 0), ("step", 13, 1)]):
+        log = tmp_path / f"{len(kills)}-kills"
+        log.mkdir()
+        settings: Any = {"workers_per_node": 2, "flags": FLAGS, "env": PRELOAD}
+        with Cluster(log / "nodes", nodes=1, **settings) as cluster:
+            for place, step, rank in kills:
+                name = place if place == "step" else f"job.{place}"
+                cluster.failpoints.arm(f"{name}=kill", step=step, rank=rank)
+            cluster.start(FOLDERS, str(log))
+            assert cluster.wait_exit() == [0], cluster.output_tails()
+            assert len(cluster.events("resume")) == 1 + len(kills)
+        lines = [sorted({*path.read_text().splitlines()}) for path in sorted(log.glob("*.jsonl"))]
+        weights = {path.parent.name: path.read_bytes() for path in log.glob("step_*/*.safetensors")}
+        ends.append((lines, weights, sorted(path.name for path in log.iterdir())))
+    assert ends[0][:2] == ends[1][:2]
+    assert [len(lines) for lines in ends[0][0]] == [36 + 6, 36]
+    assert sorted(ends[0][1]) == ["step_15", "step_18"]
+    assert "lost-steps" not in ends[1][2]
 
 
 def make_accelerator(**attributes: Any) -> Any:
@@ -273,6 +297,7 @@ def make_accelerator(**attributes: Any) -> Any:
         "gradient_accumulation_steps": 1,
         "_dataloaders": [],
         "project_configuration": SimpleNamespace(automatic_checkpoint_naming=False),
+        "split_batches": False,
     }
     return SimpleNamespace(**{**kinds, **attributes})
 

@@ -257,6 +257,11 @@ def describe_file(path: Path) -> str:
     return state_dict.combine_digests({name: weights[name].tolist() for name in weights})
 
 
+def read_rows(directory: Path) -> dict[str, str]:
+    """Return the files of CSVLogger, by version."""
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*.csv")}
+
+
 def main() -> None:
     """Train one case."""
     args = parse_arguments(CASES)
@@ -280,7 +285,10 @@ def main() -> None:
             "accelerator": "cpu",
             "strategy": strategy,
             "callbacks": callbacks,
-            "logger": [LogLogger(log), pl.loggers.CSVLogger(args.records / "csv", flush_logs_every_n_steps=4)],
+            "logger": [
+                LogLogger(log),
+                pl.loggers.CSVLogger(args.records / "csv", flush_logs_every_n_steps=4),
+            ],
             "log_every_n_steps": 2,
             "enable_progress_bar": False,
             "enable_model_summary": False,
@@ -310,7 +318,9 @@ def main() -> None:
         "files": {str(path.relative_to(files)): describe_file(path) for path in sorted(files.rglob("*.ckpt"))}
         if trainer.is_global_zero
         else {},
-        "rows": {str(path.relative_to(args.records)): path.read_text() for path in args.records.rglob("*.csv")}
+        "rows": {
+            str(path.relative_to(args.records)): path.read_text() for path in args.records.rglob("*.csv")
+        }
         if trainer.is_global_zero
         else {},
     }
