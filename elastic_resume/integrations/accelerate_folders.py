@@ -69,7 +69,10 @@ class SavedFolders(RankState):
     # ---- at each step boundary -------------------------------------------------------------------------
 
     def read_own(self) -> None:
-        """Exchange nothing: the ranks wait for each other."""
+        """Let trackers write what they have. Nothing is exchanged: the ranks wait for each other."""
+        for tracker in self._accelerator.trackers:
+            if callable(flush := getattr(getattr(tracker, "writer", None), "flush", None)):
+                flush()  # of TensorBoard, on the main process: a kill loses what waits in memory
 
     def load_rows(self, rows: list[Any]) -> None:
         """Take nothing."""

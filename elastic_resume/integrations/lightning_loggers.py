@@ -3,7 +3,8 @@
 A CSVLogger or TensorBoardLogger without ``version=`` takes the next free number in each process, and
 Lightning makes it before the state is restored. So each node notes the versions in its directory. A
 CSVLogger also deletes the ``metrics.csv`` that it finds: that file is kept aside until the state is restored,
-and then gets the rows back that were written before this state.
+and then gets the rows back that were written before this state. TensorBoard's files end again where they
+ended then, so no point of a repeated step is there twice.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Loggers(RankState):
         self._trainer, self._library = trainer, library
         self._writers: list[Any] = []  # of CSV files, on rank 0
         self._rows_written: list[int] = []
+        self._events_files: dict[str, int] = {}  # of TensorBoard, with their sizes
         self._is_local_leader = self._is_first = False
         place = {name: resume_options[name] for name in _PLACE if name in resume_options}
         settings = Settings.for_worker(os.environ, sys.argv[0], **place)
@@ -69,20 +71,20 @@ class Loggers(RankState):
         if run.plan.kind != "resumed":  # Lightning would have deleted them
             for writer in self._writers:
                 _kept_file(writer).unlink(missing_ok=True)
-            return
-        for board in self._boards:
-            self._purge(board, self._trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001
 
     # ---- at each step boundary -------------------------------------------------------------------------
 
-    def read_own(self) -> dict[str, list[Any]]:
-        """Write what was logged; return the number of rows in each CSV file, and the versions."""
+    def read_own(self) -> dict[str, Any]:
+        """Write what was logged; return the versions, and how long each file is."""
         for writer in self._writers:
             writer.save()
         for board in self._boards:
             if board._experiment is not None:  # noqa: SLF001  it is None on other ranks
                 board._experiment.flush()  # noqa: SLF001  a kill loses what waits in memory
-        return {"rows": list(self._rows_written), "versions": self._read_versions()}
+                if path := _find_events_file(board):
+                    self._events_files[path] = Path(path).stat().st_size
+        rows = list(self._rows_written)
+        return {"rows": rows, "events": dict(self._events_files), "versions": self._read_versions()}
 
     def set_rows(self, rows: list[Any]) -> None:
         """Note the versions on each node: another one may have rank 0 at the next start."""
@@ -97,6 +99,9 @@ class Loggers(RankState):
             self._open()
         for index, (writer, count) in enumerate(zip(self._writers, rows[0]["rows"], strict=False)):
             self._rows_written[index] = _restore_rows(writer, count)
+        if self._is_first:
+            self._events_files = dict(rows[0]["events"])
+            self._cut_events_files()
 
     # ---- internals -------------------------------------------------------------------------------------
 
@@ -161,12 +166,23 @@ class Loggers(RankState):
         self._rows_written[index] += len(self._writers[index].metrics)
         save()
 
-    def _purge(self, board: Any, step: int) -> None:
-        """Let TensorBoard leave out the points of repeated steps."""
-        if board._experiment is not None:  # noqa: SLF001
-            board._experiment.close()  # noqa: SLF001
-            set_known(board, "_experiment", None)
-        board._kwargs["purge_step"] = step  # noqa: SLF001
+    def _cut_events_files(self) -> None:
+        """Cut off what repeated steps have written. A process that has stayed begins a new file."""
+        for board in self._boards:
+            if board._experiment is not None and _find_events_file(board) in self._events_files:  # noqa: SLF001
+                board._experiment.close()  # noqa: SLF001
+                set_known(board, "_experiment", None)
+        for path, size in self._events_files.items():
+            if Path(path).exists() and Path(path).stat().st_size > size:
+                with translate_os_errors("write", Path(path)):
+                    os.truncate(path, size)
+
+
+def _find_events_file(board: Any) -> str:
+    """Return the file of a TensorBoardLogger; "" if this version of tensorboard does not tell."""
+    writer = getattr(getattr(board._experiment, "file_writer", None), "event_writer", None)  # noqa: SLF001
+    path = getattr(writer, "_file_name", None)
+    return str(Path(path).absolute()) if isinstance(path, str) and Path(path).exists() else ""
 
 
 def _kept_file(writer: Any) -> Path:

@@ -148,8 +148,8 @@ def register(strategy: Any) -> None:
     library = strategy._library.__name__  # noqa: SLF001
     registry = importlib.import_module(f"{library}.strategies").StrategyRegistry
     for end, options in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
-        text = "ddp" + end + " that continues after failures"
-        registry.register("elastic" + end, strategy, description=text, override=True, **options)
+        description = "ddp" + end + ", continued after failures"
+        registry.register("elastic" + end, strategy, description=description, override=True, **options)
 
 
 def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:

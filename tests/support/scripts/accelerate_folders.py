@@ -43,10 +43,10 @@ def main() -> None:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
     total = len(loader) * EPOCHS // 2  # of one process: Accelerate steps a schedule once per process
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * total))
-    accelerator.register_save_state_pre_hook(lambda *_: failpoints.hit("job.save", run.position.step + 1))
     run, model, optimizer, scheduler = prepare(
         accelerator, model=model, optimizer=optimizer, scheduler=scheduler, data=loader
     )
+    accelerator.register_save_state_pre_hook(lambda *_: failpoints.hit("job.save", run.position.step + 1))
     for newest in list_folders(directory)[-1:]:
         accelerator.load_state(str(newest))
         loader = accelerator.skip_first_batches(loader, 2 * int(newest.name.split("_")[1]))
