@@ -34,6 +34,9 @@ from elastic_resume.training.run import Run
 logger = logging.getLogger(__name__)
 
 KEPT = ".elastic_resume"  # suffix of a metrics.csv whose rows go back
+EVENTS_JOURNAL = ".elastic_resume-events.jsonl"
+"""Beside TensorBoard's files: how long each was at a step. [twice the step, file, bytes]"""
+MARK = "_elastic_resume_mark"
 _PLACE = ("ckpt_dir", "run_id", "node_name")
 
 
@@ -49,7 +52,8 @@ class Loggers(RankState):
         self._trainer, self._library = trainer, library
         self._writers: list[Any] = []  # of CSV files, on rank 0
         self._rows_written: list[int] = []
-        self._events_files: dict[str, int] = {}  # of TensorBoard, with their sizes
+        self._known_versions: list[Any] = []  # rank 0's
+        self._run: Run | None = None
         self._is_local_leader = self._is_first = False
         place = {name: resume_options[name] for name in _PLACE if name in resume_options}
         settings = Settings.for_worker(os.environ, sys.argv[0], **place)
@@ -64,6 +68,7 @@ class Loggers(RankState):
 
     def begin_generation(self, run: Run) -> None:
         """Continue from the restored state. Called on all ranks; processes may have stayed."""
+        self._run = run
         self._is_local_leader = run._context.is_local_leader  # noqa: SLF001  not for scripts
         if run.rank:
             return
@@ -71,37 +76,45 @@ class Loggers(RankState):
         if run.plan.kind != "resumed":  # Lightning would have deleted them
             for writer in self._writers:
                 _kept_file(writer).unlink(missing_ok=True)
+        for board in self._boards:
+            cut_points(board, self._order if run.plan.kind == "resumed" else None)
 
     # ---- at each step boundary -------------------------------------------------------------------------
 
+    @property
+    def _order(self) -> int:
+        """The place of the present state: twice the step, or one more at the end of its epoch."""
+        if self._run is None:
+            return 0
+        position = self._run._progress.position  # noqa: SLF001
+        return 2 * position.step + (position.step_in_epoch == 0)
+
     def read_own(self) -> dict[str, Any]:
-        """Write what was logged; return the versions, and how long each file is."""
+        """Write what was logged; return the number of rows in each CSV file, and the versions."""
         for writer in self._writers:
             writer.save()
         for board in self._boards:
-            if board._experiment is not None:  # noqa: SLF001  it is None on other ranks
-                board._experiment.flush()  # noqa: SLF001  a kill loses what waits in memory
-                if path := _find_events_file(board):
-                    self._events_files[path] = Path(path).stat().st_size
-        rows = list(self._rows_written)
-        return {"rows": rows, "events": dict(self._events_files), "versions": self._read_versions()}
+            mark_points(board, self._order)
+        return {"rows": list(self._rows_written), "versions": self._read_versions()}
 
     def set_rows(self, rows: list[Any]) -> None:
         """Note the versions on each node: another one may have rank 0 at the next start."""
-        super().set_rows(rows)
+        super().set_rows(_without_versions(rows))
+        self._known_versions = rows[0]["versions"]
         if self._is_local_leader:
-            self._note(rows[0]["versions"])
+            self._note(self._known_versions)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of rows. The versions are those of a directory, not of the training."""
+        return {"values": _without_versions(super().state_dict()["values"])}
 
     def load_rows(self, rows: list[Any]) -> None:
         """Give each CSV file the rows that were written before the restored state."""
         if read_rank_and_world_size()[0] == 0 and not self._is_first:  # a process that has stayed
-            self._set_versions(rows[0]["versions"])
+            self._set_versions(self._known_versions)
             self._open()
         for index, (writer, count) in enumerate(zip(self._writers, rows[0]["rows"], strict=False)):
             self._rows_written[index] = _restore_rows(writer, count)
-        if self._is_first:
-            self._events_files = dict(rows[0]["events"])
-            self._cut_events_files()
 
     # ---- internals -------------------------------------------------------------------------------------
 
@@ -154,7 +167,7 @@ class Loggers(RankState):
         for index, one in enumerate(self._csv):
             metrics = Path(one.log_dir) / "metrics.csv"
             if metrics.exists():
-                metrics.replace(metrics.with_name(metrics.name + KEPT))
+                _keep(metrics)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
                 writer = one.experiment
@@ -163,55 +176,120 @@ class Loggers(RankState):
             writer.save = functools.partial(self._save_counted, index, writer.save)
 
     def _save_counted(self, index: int, save: Callable[[], None]) -> None:
-        self._rows_written[index] += len(self._writers[index].metrics)
+        writer = self._writers[index]
+        self._rows_written[index] += len(writer.metrics)
         save()
-
-    def _cut_events_files(self) -> None:
-        """Cut off what repeated steps have written. A process that has stayed begins a new file."""
-        for board in self._boards:
-            if board._experiment is not None and _find_events_file(board) in self._events_files:  # noqa: SLF001
-                board._experiment.close()  # noqa: SLF001
-                set_known(board, "_experiment", None)
-        for path, size in self._events_files.items():
-            if Path(path).exists() and Path(path).stat().st_size > size:
-                with translate_os_errors("write", Path(path)):
-                    os.truncate(path, size)
+        if self._run is not None:
+            _drop_logged_again(writer, self._rows_written[index])
 
 
-def _find_events_file(board: Any) -> str:
-    """Return the file of a TensorBoardLogger; "" if this version of tensorboard does not tell."""
-    writer = getattr(getattr(board._experiment, "file_writer", None), "event_writer", None)  # noqa: SLF001
-    path = getattr(writer, "_file_name", None)
-    return str(Path(path).absolute()) if isinstance(path, str) and Path(path).exists() else ""
+def _without_versions(rows: list[Any]) -> list[Any]:
+    return [{"rows": row["rows"]} for row in rows]
+
+
+# ---- rows of a CSVLogger ----------------------------------------------------------------------------------
 
 
 def _kept_file(writer: Any) -> Path:
     return Path(writer.metrics_file_path + KEPT)
 
 
+def _keep(metrics: Path) -> None:
+    """Move the rows aside. Rows that an earlier process left there and did not log again stay."""
+    kept = metrics.with_name(metrics.name + KEPT)
+    rows, keys = _read_table(metrics)
+    more, more_keys = _read_table(kept)
+    _write_table(kept, rows + more[len(rows) :], sorted({*keys, *more_keys}))
+    metrics.unlink()
+
+
 def _restore_rows(writer: Any, count: int) -> int:
-    """Write the first ``count`` rows of the kept or present file; return their number."""
+    """Give the file its first ``count`` rows back; return how many there were."""
     metrics, kept = Path(writer.metrics_file_path), _kept_file(writer)
-    source = kept if kept.exists() else metrics
-    rows: list[dict[str, str]] = []
-    keys: list[str] = []
-    if source.exists():
-        with source.open(newline="") as file:
-            reader = csv.DictReader(file)
-            rows, keys = list(reader)[:count], list(reader.fieldnames or ())
+    if metrics.exists():  # of a process that has stayed
+        _keep(metrics)
+    rows, keys = _read_table(kept)
     if len(rows) < count:
         logger.warning(
             f"WARNING: Lightning: {metrics} has {len(rows)} of the {count} rows that were logged before this "
             "step: another node wrote it. Put the logger's directory where all nodes see it."
         )
-    temporary = metrics.with_name(metrics.name + ".tmp")
-    with translate_os_errors("write", metrics):
-        if keys:
-            with temporary.open("w", newline="") as file:
-                table = csv.DictWriter(file, fieldnames=keys)
-                table.writeheader()
-                table.writerows(rows)
-            temporary.replace(metrics)
+    if rows[:count]:
+        _write_table(metrics, rows[:count], keys)
+    if len(rows) <= count:
         kept.unlink(missing_ok=True)
-    writer.metrics, writer.metrics_keys = [], keys
-    return len(rows)
+    writer.metrics, writer.metrics_keys = [], keys if rows[:count] else []
+    return len(rows[:count])
+
+
+def _drop_logged_again(writer: Any, count: int) -> None:
+    """Remove the rows that were moved aside when as many were logged again."""
+    kept = _kept_file(writer)
+    if kept.exists() and len(_read_table(kept)[0]) <= count:
+        kept.unlink()
+
+
+def _read_table(path: Path) -> tuple[list[dict[str, str]], list[str]]:
+    if not path.exists():
+        return [], []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        return list(reader), list(reader.fieldnames or ())
+
+
+def _write_table(path: Path, rows: list[dict[str, str]], keys: list[str]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with translate_os_errors("write", path):
+        with temporary.open("w", newline="") as file:
+            table = csv.DictWriter(file, fieldnames=keys)
+            table.writeheader()
+            table.writerows(rows)
+        temporary.replace(path)
+
+
+# ---- points of a TensorBoardLogger ------------------------------------------------------------------------
+
+
+def mark_points(board: Any, order: int) -> None:
+    """Write what was logged, which a kill would lose, and note how long the file is at ``order``."""
+    path = find_events_file(board)
+    if path is None:
+        return
+    board._experiment.flush()  # noqa: SLF001
+    mark = [order, path.name, path.stat().st_size]
+    if getattr(board, MARK, None) != mark[1:]:
+        setattr(board, MARK, mark[1:])
+        with translate_os_errors("write", path), path.with_name(EVENTS_JOURNAL).open("a") as journal:
+            journal.write(json.dumps(mark) + "\n")
+
+
+def cut_points(board: Any, order: int | None) -> None:
+    """Cut off what was logged after ``order``, and will be again; with None forget a former job's files."""
+    journal = Path(board.log_dir) / EVENTS_JOURNAL
+    if order is None or not journal.exists():
+        journal.unlink(missing_ok=True)
+        return
+    own = find_events_file(board)
+    sizes: dict[str, int] = {}
+    with translate_os_errors("read", journal):
+        for line in journal.read_text().splitlines():
+            at, name, size = json.loads(line)
+            sizes[name] = size if at <= order else sizes.get(name, 0)
+    if own is not None and own.name in sizes:  # a process that has stayed begins a new file
+        board._experiment.close()  # noqa: SLF001
+        set_known(board, "_experiment", None)
+    for name, size in sizes.items():
+        path = journal.with_name(name)
+        if path.exists() and path.stat().st_size > size:
+            with translate_os_errors("write", path):
+                os.truncate(path, size)
+    kept = "".join(json.dumps([order, name, size]) + "\n" for name, size in sizes.items())
+    with translate_os_errors("write", journal):
+        journal.write_text(kept)
+
+
+def find_events_file(board: Any) -> Path | None:
+    """Return the file of a TensorBoardLogger that has one; None if tensorboard does not tell."""
+    writer = getattr(getattr(board._experiment, "file_writer", None), "event_writer", None)  # noqa: SLF001
+    name = getattr(writer, "_file_name", None)
+    return Path(name) if isinstance(name, str) and Path(name).exists() else None

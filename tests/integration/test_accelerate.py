@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.errors import ConfigError
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.testing import Cluster, Fault, assert_same_run
 from tests.support import launch_ranks
 from tests.support.paths import ROOT, SCRIPTS, preload
@@ -330,6 +331,53 @@ def test_unsupported_accelerator_is_refused_by_name(attributes: dict[str, Any], 
         attributes = {"ddp_handler": SimpleNamespace(comm_hook=hook)}
     with pytest.raises(ConfigError, match=message):
         prepare(make_accelerator(**attributes), model=None, optimizer=None, data=None)
+
+
+def make_batches(local_batch: int, processes: int) -> Any:
+    """Return the batches of a script's own loader."""
+    from elastic_resume.integrations.accelerate_loader import FirstWorldBatches  # noqa: PLC0415
+
+    return FirstWorldBatches(40, local_batch, processes, seed=0)
+
+
+def test_own_loader_keeps_the_global_batch_of_the_first_start() -> None:
+    """In a world of any size. Another ``batch_size=`` in a restarted script is refused."""
+    first = make_batches(4, 3)
+    first.bind(0, 3)
+    state, position = first.state_dict(), Position(0, 2, 2, 24)
+    for processes in (2, 3, 5):
+        later = make_batches(4, processes)
+        later.bind(processes - 1, processes)
+        later.load_state_dict(state)
+        later.begin_generation(position, 3)
+        assert (later.global_batch, later.first_processes, later.steps) == (12, 3, 4)
+        assert later.state_dict() == state
+    other = make_batches(6, 2)
+    other.bind(0, 2)
+    with pytest.raises(MismatchError, match="local_batch is 6 here, 4 in the checkpoint"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+def test_own_loader_steps_a_schedule_once_per_process_of_the_first_start() -> None:
+    """As a prepared scheduler does: not without an optimizer step, and not beyond its end."""
+    import torch  # noqa: PLC0415  seconds, as the next
+    from accelerate.scheduler import AcceleratedScheduler  # noqa: PLC0415
+
+    from elastic_resume.integrations.accelerate_loader import step_per_process  # noqa: PLC0415
+
+    optimizer: Any = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    optimizer.step()
+    inner = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=8)
+    state = SimpleNamespace(sync_gradients=True, adjust_scheduler=False)
+    optimizer.step_was_skipped = False
+    scheduler = AcceleratedScheduler(inner, optimizer, split_batches=True)
+    scheduler.gradient_state = state
+    step_per_process(scheduler, make_batches(4, 3))
+    for is_synced, expected in ((True, 3), (False, 3), (True, 6), (True, 8), (True, 8)):
+        state.sync_gradients = is_synced
+        scheduler.step()
+        assert inner.last_epoch == expected
 
 
 @pytest.mark.soak
