@@ -144,6 +144,7 @@ class RestartController:
 
         """
         self.on_workers_dead()
+        self.log.stop_watching()  # the evidence of the next generation says nothing about this one
         # Another node's failure may have ended the generation before this node noticed its own.
         result = self._observe(failed=view_end is None)
         self._history = (*self._history, result)

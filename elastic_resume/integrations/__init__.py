@@ -20,6 +20,10 @@ LOADER_ARGUMENTS = (
     *("prefetch_factor", "persistent_workers", "in_order"),
 )
 
+# How long a library's save, or one batch of its validation, may take. It is less than the timeout of torch's
+# process groups and of our own: the hang detector names the ranks that have not come, a timeout names none.
+WAIT_LIMIT_S = 20 * 60.0
+
 
 def require_versions(library: str, oldest: str, newest: str) -> None:
     """Raise MachineError unless ``oldest`` <= version of ``library`` < ``newest``; both are "X.Y"."""

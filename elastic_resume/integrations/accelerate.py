@@ -5,15 +5,16 @@ accelerator, restores them by `er.resume`, and replaces these methods of the giv
 
 - ``accumulate``: ends at the step's last micro-batch; the number of ranks decides how many there are;
 - ``backward``: weights the loss, and does not divide it by ``gradient_accumulation_steps``;
-- ``save_state``: no rank goes on before all have written, and hang detection pauses;
-- ``prepare_data_loader``, ``load_state``, ``skip_first_batches``, ``register_for_checkpointing``: refuse what
-  would read a part of the samples, or undo what was restored.
+- ``save_state``, ``load_state``, ``skip_first_batches``: see `accelerate_folders`;
+- ``prepare_data_loader``, ``register_for_checkpointing``: refuse what would read a part of the samples, or
+  would not be restored.
+
+It also takes over the loader that the script has made (`accelerate_loader`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -37,9 +38,12 @@ from accelerate import Accelerator  # noqa: E402  a missing or other version is 
 from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
 from accelerate.utils import DDPCommunicationHookType  # noqa: E402
 
+from elastic_resume.integrations import accelerate_loader  # noqa: E402  these import accelerate
+from elastic_resume.integrations.accelerate_folders import SavedFolders, SaveIteration  # noqa: E402
+
 PREPARED_LOADER = (
     f"accelerator.prepare() was given the loader of the run. {SECOND_SHARDING} Move each batch to "
-    "accelerator.device in the loop."
+    "accelerator.device in the loop; a loader with batch_size= that prepare() has taken over does so itself."
 )
 # The replaced methods, with the parameters that are relied on.
 METHODS = (
@@ -52,27 +56,6 @@ METHODS = (
     "register_for_checkpointing objects",
 )
 require_methods("accelerate", OLDEST, BELOW, {"accelerate.Accelerator": METHODS})
-
-
-# Methods that would undo what was restored, and those that would read a part of the samples.
-REFUSED = {
-    "load_state": (
-        "accelerator.load_state() would put an older state in the place of the one that prepare() has "
-        "restored: leave it out. To begin from a folder of save_state(), load its weights into the model "
-        "before prepare()."
-    ),
-    "register_for_checkpointing": (
-        "accelerator.register_for_checkpointing() was called after prepare(), so the object would not be "
-        "restored: call it before, or pass the object to prepare() in track=."
-    ),
-}
-REFUSED_FOR_OUR_LOADER = {
-    "prepare_data_loader": PREPARED_LOADER,
-    "skip_first_batches": (
-        "accelerator.skip_first_batches() was given the loader of the run, which continues at the next batch "
-        "by itself: leave it out."
-    ),
-}
 
 
 class Prepared(NamedTuple):
@@ -101,10 +84,12 @@ def prepare(
             are kept.
         model: a module, or a dict of several; prepared or not. With FSDP2 one module and one optimizer.
         optimizer: an optimizer, or a dict of several.
-        data: a `GlobalBatches`, or the DataLoader around one or around an `ElasticSampler`. The loader is not
-            prepared: move each batch to ``accelerator.device``.
-        scheduler: a scheduler, or a dict of several. It steps once per optimizer step, whatever the number of
-            processes.
+        data: the DataLoader with ``batch_size=`` and perhaps ``shuffle=`` that the script has made. It reads
+            global batches from here on: ``batch_size`` for each process of the first start, times
+            ``gradient_accumulation_steps``. Or a `GlobalBatches`, or the DataLoader around one or around an
+            `ElasticSampler`: then move each batch to ``accelerator.device``.
+        scheduler: a scheduler, or a dict of several. With the script's own loader it steps once for each
+            process of the first start, as under plain Accelerate; else once per optimizer step.
         track: as in `er.resume`. Objects that were given to ``register_for_checkpointing`` are tracked too.
         **options: further arguments of `er.resume`.
 
@@ -115,6 +100,7 @@ def prepare(
 
     """
     worker_exit.install_startup_hook()  # `resume` replaces it; errors before it are reported too
+    batches = accelerate_loader.take_over(accelerator, data)
     _check_accelerator(accelerator, data)
     if accelerator.is_fsdp2:  # it replaces the optimizer's parameters, so it needs both at once
         if type(model) is dict or type(optimizer) is dict:
@@ -126,7 +112,9 @@ def prepare(
         scheduler = _map(accelerator.prepare, scheduler)
         for wrapper in _values(scheduler):
             if isinstance(wrapper, AcceleratedScheduler):
-                set_known(wrapper, "split_batches", True)  # else it steps once per process
+                set_known(wrapper, "split_batches", True)  # else it steps once per process of now
+                if batches is not None and not accelerator.split_batches:
+                    accelerate_loader.step_per_process(wrapper, batches)
     if accelerator.has_lomo_optimizer:
         raise ConfigError(
             "LOMO optimizers change the weights during backward(), so no step boundary has a whole state. "
@@ -135,6 +123,8 @@ def prepare(
     # backward() divides by it; the loss weights do that exactly
     set_known(accelerator, "gradient_accumulation_steps", 1)
     registered = _find_registered(accelerator, model, optimizer, scheduler, *(track or {}).values())
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        registered["accelerate.iteration"] = SaveIteration(accelerator)
     run = resume(
         model=model,
         optimizer=optimizer,
@@ -147,28 +137,28 @@ def prepare(
     for module in _values(model):
         if state_dict.find_parallel_wrapper(module) is not None:
             run.ddp(module)  # sets the recorded bucket order in Accelerate's DDP
+    if batches is not None:
+        accelerate_loader.read_for_run(accelerator, data, run)
     _replace_methods(accelerator, run, optimizer)
     return Prepared(run, model, optimizer, scheduler)
 
 
 def _replace_methods(accelerator: Accelerator, run: Run, optimizer: Any) -> None:
-    methods = _Methods(accelerator, run)
+    folders = SavedFolders(accelerator, run)
+    methods = _Methods(accelerator, run, folders)
     for one in _values(optimizer):
         state_dict.unwrap(one).register_step_pre_hook(methods.check_backward)
-    for name in ("accumulate", "backward", "save_state"):
+    for name in ("accumulate", "backward", "prepare_data_loader", "register_for_checkpointing"):
         setattr(accelerator, name, getattr(methods, name))
-    for name, message in REFUSED.items():
-        setattr(accelerator, name, functools.partial(_refuse, message))
-    for name, message in REFUSED_FOR_OUR_LOADER.items():
-        method = getattr(accelerator, name)
-        setattr(accelerator, name, functools.partial(_refuse_our_loader, message, method))
+    for name in ("save_state", "load_state", "skip_first_batches"):
+        setattr(accelerator, name, getattr(folders, name))
 
 
 class _Methods:
     """The methods that replace those of one accelerator. Its class's own do the work."""
 
-    def __init__(self, accelerator: Accelerator, run: Run) -> None:
-        self._accelerator, self._run = accelerator, run
+    def __init__(self, accelerator: Accelerator, run: Run, folders: SavedFolders) -> None:
+        self._accelerator, self._run, self._folders = accelerator, run, folders
         self._class = type(accelerator)
         self._has_backward = False  # whether `backward` was called
 
@@ -189,7 +179,7 @@ class _Methods:
                 "further micro-batches: put `with accelerator.accumulate(model):` around the work on each "
                 "batch of run.micro_batches(loader)."
             )
-        self._has_backward = True
+        self._has_backward = self._folders.is_in_step = True
         self._class.backward(self._accelerator, loss * self._run.loss_weight, **kwargs)
 
     def check_backward(self, *_: Any) -> None:
@@ -200,26 +190,21 @@ class _Methods:
                 "loss by its weight: call it in the place of loss.backward()."
             )
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save, and wait until all ranks have written."""
-        with self._run.busy("accelerator.save_state"):
-            folder = self._class.save_state(self._accelerator, *args, **kwargs)
-            # If a rank dies here, the others must not finish the step: the folder would stay incomplete.
-            self._accelerator.wait_for_everyone()
-        return folder
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader for an evaluation; refuse that of the run."""
+        if has_our_batches(data_loader):
+            raise UsageError(PREPARED_LOADER)
+        return self._class.prepare_data_loader(self._accelerator, data_loader, *args, **kwargs)
 
-
-def _refuse(message: str, *_: Any, **__: Any) -> None:
-    raise UsageError(message)
-
-
-def _refuse_our_loader(
-    message: str, method: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Refuse a loader of ours; use another one, for an evaluation."""
-    if has_our_batches(loader):
-        raise UsageError(message)
-    return method(loader, *args, **kwargs)
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Register what the run tracks; refuse an object that would not be restored."""
+        tracked = {id(item) for item in self._run._tracked.values()}  # noqa: SLF001  not for scripts
+        if not all(id(state_dict.unwrap(item)) in tracked for item in objects):
+            raise UsageError(
+                "accelerator.register_for_checkpointing() was called after prepare(), so the object would "
+                "not be restored: call it before, or pass the object to prepare() in track=."
+            )
+        self._class.register_for_checkpointing(self._accelerator, *objects)
 
 
 def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
@@ -248,12 +233,6 @@ def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
     if accelerator.mixed_precision == "fp8":
         raise ConfigError(
             "mixed_precision='fp8' has not been tested with elastic_resume: use 'bf16', 'fp16' or 'no'."
-        )
-    if accelerator.project_configuration.automatic_checkpoint_naming:
-        raise ConfigError(
-            "automatic_checkpoint_naming=True counts the folders of each process from 0, so after a restart "
-            "save_state() would fail. Leave it out, and name each folder after its step: "
-            'accelerator.save_state(f"project/step-{run.position.step}").'
         )
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook in {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}:

@@ -12,3 +12,4 @@ from elastic_resume.integrations import lightning_strategy  # noqa: E402  after 
 ElasticDDPStrategy = lightning_strategy.make_strategy(
     "lightning", "lightning.pytorch", "lightning.fabric", VERSIONS
 )
+lightning_strategy.register(ElasticDDPStrategy)

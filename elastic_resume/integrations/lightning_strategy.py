@@ -3,11 +3,14 @@
 ``lightning.pytorch`` and ``pytorch_lightning`` share it. Lightning owns the loops, so the strategy hooks into
 them where Lightning has no callback. It extends these methods of DDPStrategy:
 
+- ``setup_environment`` gives loggers the versions of an earlier start (`lightning_loggers`);
+- ``restore_checkpoint_after_setup``: Lightning reads a ``ckpt_path`` after ``setup``, if at all;
 - ``setup`` calls `er.resume` when model, optimizers and loader exist, and restores the loops' counters;
 - ``process_dataloader`` puts a `GlobalBatches` in the place of the DistributedSampler that Lightning adds;
 - ``backward`` multiplies the loss by its weight, and ``on_train_batch_start`` takes the weight of the batch
   and lets DDP's buffers follow rank 0;
-- ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection;
+- ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection, and
+  ``validation_step`` goes on with that;
 - ``on_train_start`` records that the training loop ran;
 - ``setup_distributed``, ``configure_ddp``, ``barrier`` and ``broadcast``: with ``restartable=True`` ranks
   meet in `er.resume`, and the fit loop is the restartable function;
@@ -23,6 +26,7 @@ It wraps these methods of Lightning's objects (`_replace`), for the reason given
 - the fit loop's ``run``: a job that was killed after its last step still gets its epoch's end, and its
   ``on_train_end``;
 - the data connector's ``_prepare_dataloader``: it would divide a `GlobalBatches` once more;
+- the checkpoint connector's ``_restore_modules_and_callbacks``: it would load a ``ckpt_path`` over the state;
 - the signal connector's ``register_signal_handlers``: Lightning's handler of SIGTERM waits for all ranks.
 """
 
@@ -32,9 +36,9 @@ import contextlib
 import copy
 import functools
 import importlib
-import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,14 +46,15 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from elastic_resume.checkpoint.atomic_io import translate_os_errors
 from elastic_resume.data.batch_size import KEEP_LOCAL, count_micro_batches
 from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
 from elastic_resume.errors import ConfigError, UsageError
-from elastic_resume.integrations import LOADER_ARGUMENTS, require_methods, set_known
+from elastic_resume.integrations import LOADER_ARGUMENTS, WAIT_LIMIT_S, lost_steps, require_methods, set_known
+from elastic_resume.integrations.lightning_loggers import Loggers
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
+from elastic_resume.integrations.changed_attributes import ChangedAttributes
 from elastic_resume.training.resume import resume
 from elastic_resume.training.run import Run
 
@@ -57,9 +62,9 @@ _Base: Any = object  # DDPStrategy of one of the two libraries is the next base 
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = ".elastic_resume.json"
-LOST_STEPS = "lost-steps"
-"""Directory beside Lightning's checkpoints, for those of steps that are repeated."""
+RENEWAL_S = 60.0  # between two notes that a validation advances
+EPOCH_END_LIMIT_S = 3 * WAIT_LIMIT_S  # hooks of the script may do long work there
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 # Attributes that ModelCheckpoint does not restore. The first three decide whether a step was saved already.
 _UNRESTORED = (
     *("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
@@ -93,12 +98,14 @@ _METHODS = {
     "strategies.ddp.DDPStrategy": (
         *("setup trainer", "distributed_sampler_kwargs", "num_nodes"),
         *("setup_distributed", "set_world_ranks", "configure_ddp", "barrier", "broadcast obj src"),
+        *("setup_environment", "restore_checkpoint_after_setup"),
     ),
     "strategies.strategy.Strategy": (
         "process_dataloader dataloader",
         "backward closure_loss optimizer args kwargs",
         "save_checkpoint checkpoint filepath storage_options",
         "on_train_batch_start batch batch_idx",
+        "validation_step",
         *("on_train_start", "on_validation_start", "on_validation_end"),
     ),
     "loops.fit_loop._FitLoop": (
@@ -110,6 +117,9 @@ _METHODS = {
         *("state_dict destination prefix", "load_state_dict state_dict prefix"),
     ),
     "trainer.connectors.data_connector._DataConnector": ("_prepare_dataloader dataloader shuffle mode",),
+    "trainer.connectors.checkpoint_connector._CheckpointConnector": (
+        "_restore_modules_and_callbacks checkpoint_path weights_only",
+    ),
     "trainer.connectors.signal_connector._SignalConnector": ("register_signal_handlers",),
     "trainer.connectors.logger_connector.result._Sync": ("__init__ fn _should rank_zero_only _op _group",),
     "trainer.connectors.logger_connector.result._ResultMetric": ("__init__ metadata is_tensor",),
@@ -131,6 +141,15 @@ def make_strategy(name: str, library: str, fabric: str, versions: tuple[str, str
     base = importlib.import_module(f"{library}.strategies").DDPStrategy
     parts = {"_library": importlib.import_module(library), "_environment_class": WorldOfLauncher}
     return type("ElasticDDPStrategy", (ElasticStrategy, base), {**parts, "__doc__": ElasticStrategy.__doc__})
+
+
+def register(strategy: Any) -> None:
+    """Let ``Trainer(strategy="elastic")`` and LightningCLI's ``--trainer.strategy elastic`` find it."""
+    library = strategy._library.__name__  # noqa: SLF001
+    registry = importlib.import_module(f"{library}.strategies").StrategyRegistry
+    for end, options in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
+        description = "ddp" + end + ", continued after failures"
+        registry.register("elastic" + end, strategy, description=description, override=True, **options)
 
 
 def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -169,6 +188,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             self.cluster_environment = self._environment_class()
         self._run: Run | None = None
         self._trainer: Any = None
+        self._loggers: Loggers | None = None
         self._batches: Any = None  # the GlobalBatches of the training loader
         self._keeps_local_batch = False
         self._upcoming: Iterator[MicroBatch] = iter(())
@@ -178,6 +198,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._is_in_step = False  # from a step's first batch until it is counted
         self._optimizer_steps = 0
         self._busy = contextlib.ExitStack()
+        self._busy_since = 0.0
+        self._attributes: ChangedAttributes | None = None
 
     @property
     def run(self) -> Run:
@@ -226,6 +248,18 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
 
     # ---- before training -----------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        """Join the ranks, and let the loggers continue."""
+        super().setup_environment()
+        trainer = self.lightning_module.trainer
+        if _is_fitting(trainer) and self._run is None:
+            self._loggers = Loggers(trainer, self._library, self._resume_options)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether Lightning reads ``ckpt_path`` after `setup`, which knows if a state was restored."""
+        return _is_fitting(self.lightning_module.trainer)
+
     def setup(self, trainer: Any) -> None:
         """Set up model and optimizers, then resume."""
         if not _is_fitting(trainer):
@@ -248,6 +282,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             options.setdefault("on_world_change", KEEP_LOCAL)
         track = {"loops": _Loops(trainer), "callbacks": _CallbackStates(trainer)}
         track["logged"] = CarriedMetrics(trainer, self._library)
+        if self._loggers is not None:
+            track["loggers"] = self._loggers
         if trainer.datamodule is not None:
             track["datamodule"] = trainer.datamodule
         self._run = run = resume(
@@ -262,6 +298,28 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         if run.plan.kind == "resumed":
             set_known(trainer, "num_sanity_val_steps", 0)  # it would overwrite the restored counters
         self._enter_loops(trainer)
+
+    def _restore_no_checkpoint(
+        self, original: Callable[..., None], path: Any = None, weights_only: bool | None = None
+    ) -> None:
+        """Let Lightning load no ``path`` over the restored state; refuse one at the job's first start.
+
+        At a restart a script with ``ckpt_path="last"`` finds its own, even if no state of this job was saved.
+        """
+        if path is None or not _is_fitting(self._trainer):
+            original(path, weights_only)
+            return
+        is_resumed, step = self.run.plan.kind == "resumed", self.run.position.step
+        if not is_resumed and self.run.generation == 1:
+            raise ConfigError(
+                f"Lightning: fit() would load {path}, but elastic_resume restores the whole state itself. "
+                "Leave ckpt_path= out; remove hpc_ckpt_* files and OnExceptionCheckpoint. To start from "
+                "other weights, load them into the module before fit()."
+            )
+        if self.run.rank == 0:
+            state = f"the state of step {step} is restored" if is_resumed else "the job begins again"
+            logger.info(f"Lightning: {path} is left out: {state}")
+        original()
 
     def setup_distributed(self) -> None:
         """Join the ranks; if the run must do it in each generation, leave the first one to it too."""
@@ -295,6 +353,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             self._trainer.training = True  # the last generation may have ended in a validation
             self._busy.close()
         self.run.ddp(self.model)
+        if self._loggers is not None:
+            self._loggers.begin_generation(self.run)
         self._is_mid_epoch = self.run.position.step_in_epoch > 0
         self._has_trained = self._is_in_step = False
         if self.run.plan.kind == "resumed":
@@ -302,13 +362,15 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._clean_up_after_lost_steps()
 
     def _enter_loops(self, trainer: Any) -> None:
-        fit_loop, connector = trainer.fit_loop, trainer._signal_connector  # noqa: SLF001
+        fit_loop, signals = trainer.fit_loop, trainer._signal_connector  # noqa: SLF001
+        checkpoints = trainer._checkpoint_connector  # noqa: SLF001
+        _replace(checkpoints, "_restore_modules_and_callbacks", self._restore_no_checkpoint)
         _replace(fit_loop, "run", self._run_fit_loop)
         _replace(fit_loop, "on_advance_start", self._begin_epoch)
         _replace(fit_loop, "on_advance_end", self._end_epoch)
         _replace(fit_loop.epoch_loop, "reset", self._reset_epoch_loop)
         _replace(fit_loop.epoch_loop, "on_advance_end", self._end_batch)
-        _replace(connector, "register_signal_handlers", self._take_signals)
+        _replace(signals, "register_signal_handlers", self._take_signals)
 
     def _refuse_unsupported(self, trainer: Any) -> None:
         """Raise ConfigError for what could not be continued exactly."""
@@ -317,12 +379,6 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             raise UsageError(
                 "Lightning: a job has one Trainer.fit() with an ElasticDDPStrategy. Give the second one a "
                 "script and a run ID of its own."
-            )
-        if trainer.ckpt_path is not None:
-            raise ConfigError(
-                f"Lightning: fit() would load {trainer.ckpt_path}, but elastic_resume restores the whole "
-                "state itself. Leave ckpt_path= out; remove hpc_ckpt_* files and OnExceptionCheckpoint. To "
-                "start from other weights, load them into the module before fit()."
             )
         for name, value in (
             ("reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs),
@@ -507,16 +563,33 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._optimizer_steps = steps
         self.run.step()
         self._is_in_step = False
+        if self._attributes is not None:
+            _warn_of_attributes(self._attributes.after_step())
 
     def _end_epoch(self, original: Callable[[], None]) -> None:
-        with self.run.busy("Lightning's end of an epoch"):
+        with self.run.busy("Lightning's end of an epoch", EPOCH_END_LIMIT_S):
             original()
         self.run.end_epoch()
+        if self._attributes is not None:
+            _warn_of_attributes(self._attributes.find())
+            self._attributes = None
+
+    def _watch_attributes(self) -> None:
+        """Watch what callbacks, module and data module keep outside of their state, at the job's start."""
+        trainer, base = self._trainer, self._library.Callback
+        if self.run.rank or self.run.plan.kind == "resumed":
+            return
+        items = [one for one in trainer.callbacks if type(one).state_dict is base.state_dict]
+        items = [one for one in items if not type(one).__module__.startswith(_LIBRARIES)]
+        items += [one for one in (self.lightning_module, trainer.datamodule) if one is not None]
+        tracked = self._resume_options.get("track", {}).values()
+        self._attributes = ChangedAttributes(items, {id(one) for one in tracked})
 
     def on_train_start(self) -> None:
         """Record that the training loop ran, so that `_run_fit_loop` need not finish an epoch."""
         super().on_train_start()
         self._has_trained = True
+        self._watch_attributes()
         self._optimizer_steps = self._trainer.fit_loop.epoch_loop.global_step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -545,7 +618,18 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         """Pause hang detection during a validation."""
         super().on_validation_start()
         if _is_fitting(self._trainer):
-            self._busy.enter_context(self.run.busy("Lightning's validation"))
+            self._note_validation()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Note that the validation advances. A batch that takes too long is a hang."""
+        if _is_fitting(self._trainer) and time.monotonic() - self._busy_since > RENEWAL_S:
+            self._note_validation()
+        return super().validation_step(*args, **kwargs)
+
+    def _note_validation(self) -> None:
+        self._busy.close()
+        self._busy.enter_context(self.run.busy("Lightning's validation", WAIT_LIMIT_S))
+        self._busy_since = time.monotonic()
 
     def on_validation_end(self) -> None:
         """Watch for hangs again."""
@@ -561,11 +645,13 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             return
         if self.is_global_zero and "://" not in str(filepath):
             # The step that is being taken, or the end of the epoch after the last one: see the method below.
-            _note_file(Path(filepath), 2 * self._run.position.step + (2 if self._is_in_step else 1))
+            path = Path(filepath)
+            order = 2 * self._run.position.step + (2 if self._is_in_step else 1)
+            lost_steps.note(path.parent, path.name, order)
         with self._run.busy("a checkpoint of Lightning"):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero and "://" not in str(filepath):
-            _drop_replaced_file(Path(filepath))
+            lost_steps.drop_replaced(path.parent, path.name)
 
     def _clean_up_after_lost_steps(self) -> None:
         """Set aside the checkpoints of Lightning that were written after the state that is resumed.
@@ -647,6 +733,15 @@ class _CallbackStates:
                 callback.load_state_dict(own)
 
 
+def _warn_of_attributes(found: list[tuple[Any, list[str]]]) -> None:
+    for item, names in found:
+        logger.warning(
+            f"WARNING: Lightning: {type(item).__name__} changes {', '.join(names[:4])} in training, outside "
+            "of its state_dict(): after a restart that starts anew. Return it from state_dict(), keep it in "
+            'a buffer of the module, or pass it in resume_options={"track": {...}}.'
+        )
+
+
 def _is_fitting(trainer: Any) -> bool:
     return trainer is not None and trainer.state.fn == "fit"
 
@@ -673,52 +768,10 @@ def _has_plain_arguments(loader: DataLoader[Any]) -> bool:
     return type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.")
 
 
-def _note_file(path: Path, order: int) -> None:
-    journal = path.parent / JOURNAL
-    noted = _read_journal(journal)
-    if path.name not in noted or not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_journal(journal, {**noted, path.name: order})
-
-
 def set_newer_files_aside(directory: Path, order: int | None) -> None:
-    """Move the files that were first written after ``order`` into `LOST_STEPS`, until they are written again.
-
-    With None forget those of a former job, which stay where they are.
-    """
-    for journal in list(directory.rglob(JOURNAL)):  # a filename may name subdirectories
-        noted = _read_journal(journal)
-        newer = {name for name, written_at in noted.items() if order is not None and written_at > order}
-        for name in newer:
-            aside = journal.parent / LOST_STEPS
-            aside.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # Lightning has removed it, or never wrote it
-                (journal.parent / name).replace(aside / name)
-        kept = {name: at for name, at in noted.items() if order is not None and name not in newer}
-        if kept != noted:  # a full disk takes no needless file
-            _write_journal(journal, kept)
-
-
-def _drop_replaced_file(path: Path) -> None:
-    """Remove the file in `LOST_STEPS` that ``path``, which was written just now, replaces."""
-    aside = path.parent / LOST_STEPS
-    with contextlib.suppress(OSError):
-        (aside / path.name).unlink(missing_ok=True)
-        aside.rmdir()  # an error unless it is empty
-
-
-def _read_journal(journal: Path) -> dict[str, int]:
-    try:
-        noted = json.loads(journal.read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(noted, dict):
-        return {}
-    return {name: at for name, at in noted.items() if Path(name).name == name and type(at) is int}
-
-
-def _write_journal(journal: Path, noted: Mapping[str, int]) -> None:
-    temporary = journal.with_suffix(".tmp")
-    with translate_os_errors("write", journal):
-        temporary.write_text(json.dumps(noted))
-        temporary.replace(journal)
+    """Set the files aside that were first written after ``order``; with None forget those of a former job."""
+    for journal in list(directory.rglob(lost_steps.JOURNAL)):  # a filename may name subdirectories
+        if order is None:
+            lost_steps.forget(journal.parent)
+        else:
+            lost_steps.set_newer_aside(journal.parent, order)

@@ -16,3 +16,4 @@ from elastic_resume.integrations import lightning_strategy  # noqa: E402  after 
 ElasticDDPStrategy = lightning_strategy.make_strategy(
     "pytorch-lightning", "pytorch_lightning", "lightning_fabric", VERSIONS
 )
+lightning_strategy.register(ElasticDDPStrategy)

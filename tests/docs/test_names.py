@@ -32,7 +32,7 @@ FOREIGN = {
     "--kustomize", "--main-process-ip", "--newest", "--no-kill", "--no-requeue", "--nodelist",
     "--ntasks-per-node", "--num-machines", "--num-processes", "--nv", "--oldest", "--only", "--open-mode",
     "--output", "--patch", "--prefix", "--print-completion", "--privileged", "--pwd", "--requeue",
-    "--secret", "--selector", "--setup", "--signal", "--step-delay", "--time", "--wait",
+    "--secret", "--selector", "--setup", "--signal", "--step-delay", "--time", "--trainer", "--wait",
 }  # fmt: skip
 # Settings of the tests in the Makefile and in docs/benchmarks.md.
 FOREIGN_VARIABLES = {

@@ -18,14 +18,15 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.errors import ConfigError
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.testing import Cluster, Fault, assert_same_run
 from tests.support import launch_ranks
 from tests.support.paths import ROOT, SCRIPTS, preload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-SCRIPT, MISUSE = SCRIPTS / "accelerate_job.py", SCRIPTS / "accelerate_misuse.py"
+SCRIPT, MISUSE, FOLDERS = (SCRIPTS / f"accelerate_{name}.py" for name in ("job", "misuse", "folders"))
 BEFORE, EXAMPLE = (ROOT / "examples" / f"accelerate_digits{end}.py" for end in ("_before", ""))
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 PRELOAD = preload("accelerate", "torch.distributed.fsdp")
@@ -238,12 +239,13 @@ EXPECTED = {
     "prepared by another accelerator": "UsageError: run.step() was called once per 2 batches",
     "accumulation without micro_batch": "ConfigError: the accelerator has gradient_accumulation_steps=4",
     "prepare(loader) afterwards": "UsageError: accelerator.prepare() was given the loader of the run",
-    "skip_first_batches": "UsageError: accelerator.skip_first_batches() was given the loader of the run",
-    "load_state": "UsageError: accelerator.load_state() would put an older state",
+    "skip_first_batches of own loader": "UsageError: accelerator.skip_first_batches() was given the loader",
+    "load_state": "UsageError: accelerator.load_state() in the training would put an older state",
+    "prepared own loader": "ConfigError: data= has been through accelerator.prepare(), which divides",
+    "save_state on the main process": "no error",
     "register_for_checkpointing": "UsageError: accelerator.register_for_checkpointing() was called after",
     "plain backward": "UsageError: the optimizer's first step came without accelerator.backward(loss)",
     "backward without accumulate": "UsageError: accelerator.backward() was called outside of",
-    "automatic_checkpoint_naming": "ConfigError: automatic_checkpoint_naming=True counts the folders",
 }
 
 
@@ -257,6 +259,29 @@ def test_each_misuse_ends_with_its_error(tmp_path: Path) -> None:
         assert errors.keys() == EXPECTED.keys()
         for name, start in EXPECTED.items():
             assert errors[name].startswith(start), f"{name}: {errors[name]}"
+
+
+def test_main_process_saves_and_is_killed_within(tmp_path: Path) -> None:
+    """The restarted script finds its own folders; its limit counts none of a step that is repeated."""
+    ends = []
+    for kills in ([], [("save", 9, 0), ("step", 13, 1)]):
+        log = tmp_path / f"{len(kills)}-kills"
+        log.mkdir()
+        settings: Any = {"workers_per_node": 2, "flags": FLAGS, "env": PRELOAD}
+        with Cluster(log / "nodes", nodes=1, **settings) as cluster:
+            for place, step, rank in kills:
+                name = place if place == "step" else f"job.{place}"
+                cluster.failpoints.arm(f"{name}=kill", step=step, rank=rank)
+            cluster.start(FOLDERS, str(log))
+            assert cluster.wait_exit() == [0], cluster.output_tails()
+            assert len(cluster.events("resume")) == 1 + len(kills)
+        lines = [sorted({*path.read_text().splitlines()}) for path in sorted(log.glob("*.jsonl"))]
+        weights = {path.parent.name: path.read_bytes() for path in log.glob("step_*/*.safetensors")}
+        ends.append((lines, weights, sorted(path.name for path in log.iterdir())))
+    assert ends[0][:2] == ends[1][:2]
+    assert [len(lines) for lines in ends[0][0]] == [36 + 6, 36]
+    assert sorted(ends[0][1]) == ["step_15", "step_18"]
+    assert "lost-steps" not in ends[1][2]
 
 
 def make_accelerator(**attributes: Any) -> Any:
@@ -273,6 +298,7 @@ def make_accelerator(**attributes: Any) -> Any:
         "gradient_accumulation_steps": 1,
         "_dataloaders": [],
         "project_configuration": SimpleNamespace(automatic_checkpoint_naming=False),
+        "split_batches": False,
     }
     return SimpleNamespace(**{**kinds, **attributes})
 
@@ -305,6 +331,53 @@ def test_unsupported_accelerator_is_refused_by_name(attributes: dict[str, Any], 
         attributes = {"ddp_handler": SimpleNamespace(comm_hook=hook)}
     with pytest.raises(ConfigError, match=message):
         prepare(make_accelerator(**attributes), model=None, optimizer=None, data=None)
+
+
+def make_batches(local_batch: int, processes: int) -> Any:
+    """Return the batches of a script's own loader."""
+    from elastic_resume.integrations.accelerate_loader import FirstWorldBatches  # noqa: PLC0415
+
+    return FirstWorldBatches(40, local_batch, processes, seed=0)
+
+
+def test_own_loader_keeps_the_global_batch_of_the_first_start() -> None:
+    """In a world of any size. Another ``batch_size=`` in a restarted script is refused."""
+    first = make_batches(4, 3)
+    first.bind(0, 3)
+    state, position = first.state_dict(), Position(0, 2, 2, 24)
+    for processes in (2, 3, 5):
+        later = make_batches(4, processes)
+        later.bind(processes - 1, processes)
+        later.load_state_dict(state)
+        later.begin_generation(position, 3)
+        assert (later.global_batch, later.first_processes, later.steps) == (12, 3, 4)
+        assert later.state_dict() == state
+    other = make_batches(6, 2)
+    other.bind(0, 2)
+    with pytest.raises(MismatchError, match="local_batch is 6 here, 4 in the checkpoint"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+def test_own_loader_steps_a_schedule_once_per_process_of_the_first_start() -> None:
+    """As a prepared scheduler does: not without an optimizer step, and not beyond its end."""
+    import torch  # noqa: PLC0415  seconds, as the next
+    from accelerate.scheduler import AcceleratedScheduler  # noqa: PLC0415
+
+    from elastic_resume.integrations.accelerate_loader import step_per_process  # noqa: PLC0415
+
+    optimizer: Any = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    optimizer.step()
+    inner = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=8)
+    state = SimpleNamespace(sync_gradients=True, adjust_scheduler=False)
+    optimizer.step_was_skipped = False
+    scheduler = AcceleratedScheduler(inner, optimizer, split_batches=True)
+    scheduler.gradient_state = state
+    step_per_process(scheduler, make_batches(4, 3))
+    for is_synced, expected in ((True, 3), (False, 3), (True, 6), (True, 8), (True, 8)):
+        state.sync_gradients = is_synced
+        scheduler.step()
+        assert inner.last_epoch == expected
 
 
 @pytest.mark.soak

@@ -7,9 +7,13 @@ samples.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic_resume as er
-from elastic_resume.errors import ConfigError, MachineError, UsageError
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.testing import Fault, assert_same_run
 from tests.support.library_job import JobRecords, LibraryJob
 from tests.support.paths import ROOT, SCRIPTS, preload
@@ -264,9 +269,6 @@ def test_setting_that_cannot_work_is_refused() -> None:
     strategy._refuse_unsupported(trainer)
     with pytest.raises(UsageError, match="from on_fit_start on"):
         _ = strategy.run
-    trainer._checkpoint_connector._ckpt_path = "hpc_ckpt_1.ckpt"
-    with pytest.raises(ConfigError, match=r"fit\(\) would load hpc_ckpt_1"):
-        strategy._refuse_unsupported(trainer)
     strategy._run = object()
     with pytest.raises(UsageError, match="a job has one"):
         strategy._refuse_unsupported(trainer)
@@ -376,33 +378,118 @@ def test_other_world_adds_up_what_ranks_have_logged() -> None:
         assert all("odd" not in one["metrics"] for one in folded)
 
 
-def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -> None:
-    """And no others: those that nobody noted, and those that were there before."""
-    from elastic_resume.integrations import lightning_strategy  # noqa: PLC0415
+def make_loggers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Make a CSVLogger without a version, as a process of a job does, and what lets it continue."""
+    from lightning import pytorch as pl  # noqa: PLC0415  seconds
 
-    names = ("a.ckpt", "epoch=1/b.ckpt", "other.ckpt")
-    for name, step in ((names[0], 3), (names[1], 6), (names[0], 7), (names[2], None)):
-        if step is not None:
-            lightning_strategy._note_file(tmp_path / name, step)
-        (tmp_path / name).write_text(name)
+    from elastic_resume.integrations.lightning_loggers import Loggers  # noqa: PLC0415
 
-    def left() -> list[str]:
-        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt"))
+    monkeypatch.setenv("ELASTIC_RESUME_CKPT_DIR", str(directory / "ckpt"))
+    own = pl.loggers.CSVLogger(directory)
+    trainer, _ = make_trainer(logger=own)
+    return own, Loggers(trainer, pl, {"run_id": "job", "node_name": "n"})
 
-    lightning_strategy.set_newer_files_aside(tmp_path, 5)
-    assert left() == ["a.ckpt", "epoch=1/lost-steps/b.ckpt", "other.ckpt"]
-    assert (tmp_path / "epoch=1/lost-steps/b.ckpt").read_text() == names[1]
-    (tmp_path / names[1]).write_text("again")
-    lightning_strategy._drop_replaced_file(tmp_path / names[1])
-    assert left() == sorted(names)
-    assert not (tmp_path / "epoch=1/lost-steps").exists()
-    (tmp_path / ".elastic_resume.tmp").mkdir()
-    with pytest.raises(MachineError, match=rf"cannot write {tmp_path}/\.elastic_resume\.json: Is a dir"):
-        lightning_strategy.set_newer_files_aside(tmp_path, None)
-    lightning_strategy.set_newer_files_aside(tmp_path, 9)  # nothing to write
-    (tmp_path / ".elastic_resume.tmp").rmdir()
-    lightning_strategy.set_newer_files_aside(tmp_path, None)  # another job begins here
-    lightning_strategy.set_newer_files_aside(tmp_path, 1)
-    (tmp_path / ".elastic_resume.json").write_text('{"../a.ckpt": 9}')
-    lightning_strategy.set_newer_files_aside(tmp_path, 1)
-    assert left() == sorted(names)
+
+def begin(loggers: Any, directory: Path, kind: str) -> None:
+    """Begin a generation in a process of rank 0."""
+    node_dir = directory / "ckpt" / "job" / "n"
+    node_dir.mkdir(parents=True, exist_ok=True)
+    context = SimpleNamespace(is_local_leader=True, node_dir=node_dir)
+    parts = {"_context": context, "_progress": SimpleNamespace(position=Position(0, 1, 1, 4))}
+    loggers.begin_generation(SimpleNamespace(rank=0, plan=SimpleNamespace(kind=kind), **parts))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_logger_continues_in_its_version_with_rows_before_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a kill between two restores. A job that begins anew takes the next version."""
+    own, loggers = make_loggers(tmp_path, monkeypatch)
+    begin(loggers, tmp_path, "cold")
+    own.log_metrics({"loss": 1.0}, 0)
+    saved = loggers.read_own()
+    own.log_metrics({"loss": 2.0, "late": 3.0}, 1)
+    loggers.read_own()
+    for _ in range(2):  # the first of these processes is killed before it restores
+        own, loggers = make_loggers(tmp_path, monkeypatch)
+        assert own.version == 0
+    loggers.load_rows([saved])
+    begin(loggers, tmp_path, "resumed")
+    own.log_metrics({"loss": 2.0, "late": 3.0}, 1)
+    assert loggers.read_own()["rows"] == [2]
+    metrics = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    assert metrics.read_text().splitlines() == ["late,loss,step", ",1.0,0", "3.0,2.0,1"]
+    assert [path.name for path in metrics.parent.glob("metrics*")] == ["metrics.csv"]
+    _, loggers = make_loggers(tmp_path, monkeypatch)
+    loggers.load_rows([{**saved, "rows": [5]}])
+    assert "metrics.csv has 2 of the 5 rows that were logged before" in caplog.text
+    begin(loggers, tmp_path, "cold")  # nothing was saved: all rows will come again
+    assert loggers.read_own()["rows"] == [2]
+    (tmp_path / "ckpt" / "job" / "n" / "lightning-versions.json").unlink()
+    assert make_loggers(tmp_path, monkeypatch)[0].version == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_busy_validation_is_noted_again_while_it_advances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch has a limit, the validation has none."""
+    from elastic_resume.integrations import WAIT_LIMIT_S  # noqa: PLC0415
+
+    trainer, strategy = make_trainer()
+    strategy._lightning_module = None
+    notes: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def busy(reason: str, limit_s: float) -> Iterator[None]:
+        notes.append((reason, limit_s))
+        yield
+        notes.append(("over", 0.0))
+
+    times = iter((1000.0, 1001.0, 1059.0, 1061.0, 1061.0, 1100.0, 1122.0, 1122.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(strategy.__class__.__mro__[2], "validation_step", lambda *_: None)
+    strategy._run = SimpleNamespace(busy=busy)
+    monkeypatch.setattr(strategy.__class__.__mro__[2], "on_validation_start", lambda *_: None)
+    strategy.on_validation_start()
+    for _ in range(5):
+        strategy.validation_step()
+    strategy.on_validation_end()
+    assert notes == [("Lightning's validation", WAIT_LIMIT_S), ("over", 0.0)] * 3
+    assert trainer.validating is False
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoint_path_is_refused_at_the_first_start_only(caplog: pytest.LogCaptureFixture) -> None:
+    """A restarted script finds its own: with a state it is left out, and without one too."""
+    caplog.set_level("INFO")
+    _, strategy = make_trainer()
+    loaded: list[Any] = []
+
+    def restore(kind: str, generation: int, path: str | None) -> None:
+        plan, position = SimpleNamespace(kind=kind), SimpleNamespace(step=7)
+        strategy._run = SimpleNamespace(plan=plan, generation=generation, rank=0, position=position)
+        strategy._restore_no_checkpoint(lambda *given: loaded.append(given), path)
+
+    with pytest.raises(ConfigError, match=r"fit\(\) would load last\.ckpt"):
+        restore("cold", 1, "last.ckpt")
+    for kind, generation, path in (("cold", 1, None), ("cold", 2, "last.ckpt"), ("resumed", 2, "last.ckpt")):
+        restore(kind, generation, path)
+    assert loaded == [(None, None), (), ()]
+    assert [text for text in caplog.messages if "left out" in text] == [
+        "Lightning: last.ckpt is left out: the job begins again",
+        "Lightning: last.ckpt is left out: the state of step 7 is restored",
+    ]
+
+
+def test_strategy_has_a_name_for_command_lines() -> None:
+    """LightningCLI finds it by this name."""
+    import lightning.pytorch as pl  # noqa: PLC0415  seconds
+
+    from elastic_resume.integrations.lightning import ElasticDDPStrategy  # noqa: PLC0415
+
+    for name, kwargs in (
+        ("elastic", {}),
+        ("elastic_find_unused_parameters_true", {"find_unused_parameters": True}),
+    ):
+        strategy = pl.strategies.StrategyRegistry.get(name)
+        assert isinstance(strategy, ElasticDDPStrategy)
+        assert strategy._ddp_kwargs == kwargs

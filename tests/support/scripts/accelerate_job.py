@@ -205,7 +205,8 @@ class Job:
 
     def list_saved(self) -> list[str]:
         """Return the names of the folders of save_state()."""
-        return sorted(path.name for path in (self.directory / "project").iterdir())
+        found = (path.name for path in (self.directory / "project").iterdir())
+        return sorted(name for name in found if name == "end" or name.startswith("step-"))
 
     @torch.no_grad()
     def evaluate(self, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +18,7 @@ import elastic_resume as er
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.integrations.accelerate import prepare
 
+NUMBERS = itertools.count()
 DATASET = TensorDataset(torch.randn(96, 8), torch.arange(96) % 2)
 
 
@@ -36,9 +38,8 @@ def make_run(accelerator: Accelerator, data: Any) -> tuple[er.Run, Any, Any]:
     """Prepare a new job."""
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = prepare(
-        accelerator, model=model, optimizer=optimizer, data=data, run_id=sys.argv[1], resume="never"
-    )
+    name = f"{sys.argv[1]}-{next(NUMBERS)}"
+    prepared = prepare(accelerator, model=model, optimizer=optimizer, data=data, run_id=name)
     return prepared.run, prepared.model, prepared.optimizer
 
 
@@ -110,25 +111,69 @@ def plain_backward() -> None:
                 optimizer.step()
 
 
-def automatic_naming() -> None:
-    """The numbers of folders would start again after a restart."""
-    project = ProjectConfiguration(project_dir=sys.argv[2], automatic_checkpoint_naming=True)
-    make_run(make_accelerator(cpu=True, project_config=project), make_loader())
+def own_loader(**arguments: Any) -> DataLoader[Any]:
+    """Make a loader as scripts for Accelerate do."""
+    return DataLoader(DATASET, batch_size=6, shuffle=True, **arguments)
+
+
+def prepared_own_loader() -> None:
+    """Each process would divide its own share."""
+    accelerator = make_accelerator(cpu=True)
+    make_run(accelerator, accelerator.prepare(own_loader(drop_last=True)))
+
+
+def loads_while_it_trains() -> None:
+    """An older state in the place of the one that is trained."""
+    accelerator = make_accelerator(cpu=True)
+    run, _, _ = make_run(accelerator, own_loader())
+    with run:
+        for _ in run.epochs(1):
+            accelerator.load_state("folder")
+
+
+def skips_at_the_start() -> None:
+    """There is nothing that was read before."""
+    accelerator, loader = make_accelerator(cpu=True), own_loader()
+    make_run(accelerator, loader)
+    accelerator.skip_first_batches(loader, 3)
+
+
+def saves_on_main_process_only() -> None:
+    """Nobody waits for the other ranks: in a step, at the end of an epoch and at the end."""
+    accelerator, loader = make_accelerator(cpu=True, gradient_accumulation_steps=2), own_loader()
+    run, model, optimizer = make_run(accelerator, loader)
+    with run:
+        for epoch in run.epochs(2):
+            for inputs, labels in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    if accelerator.is_main_process:
+                        accelerator.save_state(f"{sys.argv[2]}/step")
+                    run.step()
+            if accelerator.is_main_process:
+                accelerator.save_state(f"{sys.argv[2]}/epoch-{epoch}")
+        if accelerator.is_main_process:
+            accelerator.save_state(f"{sys.argv[2]}/end")
+            accelerator.load_state(f"{sys.argv[2]}/epoch-0")  # the best one, say
 
 
 CASES: dict[str, Callable[[], None]] = {
     "without cpu=True": without_cpu,
-    "automatic_checkpoint_naming": automatic_naming,
     "prepared loader": prepared_loader,
     "dispatched loader": dispatched_loader,
     "prepared by another accelerator": prepared_behind_our_back,
     "accumulation without micro_batch": accumulation_without_micro_batches,
     "prepare(loader) afterwards": lambda: after_prepare("prepare"),
-    "skip_first_batches": lambda: after_prepare("skip_first_batches"),
-    "load_state": lambda: after_prepare("load_state", "folder"),
+    "load_state": loads_while_it_trains,
+    "skip_first_batches of own loader": skips_at_the_start,
+    "prepared own loader": prepared_own_loader,
     "register_for_checkpointing": lambda: after_prepare("register_for_checkpointing", er),
     "backward without accumulate": backward_without_accumulate,
     "plain backward": plain_backward,
+    "save_state on the main process": saves_on_main_process_only,
 }
 
 

@@ -257,6 +257,11 @@ def describe_file(path: Path) -> str:
     return state_dict.combine_digests({name: weights[name].tolist() for name in weights})
 
 
+def read_rows(directory: Path) -> dict[str, str]:
+    """Return the files of CSVLogger, by version."""
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*.csv")}
+
+
 def main() -> None:
     """Train one case."""
     args = parse_arguments(CASES)
@@ -280,7 +285,10 @@ def main() -> None:
             "accelerator": "cpu",
             "strategy": strategy,
             "callbacks": callbacks,
-            "logger": LogLogger(log),
+            "logger": [
+                LogLogger(log),
+                pl.loggers.CSVLogger(args.records / "csv", flush_logs_every_n_steps=4),
+            ],
             "log_every_n_steps": 2,
             "enable_progress_bar": False,
             "enable_model_summary": False,
@@ -290,7 +298,8 @@ def main() -> None:
         }
     )
     fitted: Any = trainer
-    fitted.fit(module, loader, DataLoader(Classes(VALIDATION_SAMPLES, 2), batch_size=5))
+    validation = DataLoader(Classes(VALIDATION_SAMPLES, 2), batch_size=5)
+    fitted.fit(module, loader, validation, ckpt_path="last")  # it finds one at a restart
     states = {one.state_key: one.state_dict() for one in fitted.callbacks}
     for state in states.values():
         for name in ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path"):
@@ -307,6 +316,11 @@ def main() -> None:
         "epoch": trainer.current_epoch,
         "position": list(vars(strategy.run.position).values()),
         "files": {str(path.relative_to(files)): describe_file(path) for path in sorted(files.rglob("*.ckpt"))}
+        if trainer.is_global_zero
+        else {},
+        "rows": {
+            str(path.relative_to(args.records)): path.read_text() for path in args.records.rglob("*.csv")
+        }
         if trainer.is_global_zero
         else {},
     }

@@ -385,6 +385,7 @@ def test_script_without_resume_is_named_after_a_minute(
         assert len(timers) == 1
         timers[0].function()
         controller.end_generation(ViewEnd.NEWCOMERS)
+        assert timers[0].is_cancelled, "it would judge the next generation's workers by this one's start"
         controller.start_generation(world(2))
         assert len(timers) == 2 - has_resumed, "a script that has resumed is known to call it"
         if not has_resumed:

@@ -1,0 +1,82 @@
+"""TensorBoard's files end where they ended at the restored step; LightningCLI may save its file again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_resume import constants
+from elastic_resume.integrations.lightning_loggers import EVENTS_JOURNAL, Loggers, cut_points, mark_points
+
+
+class Board:
+    """A TensorBoardLogger with a file, as far as it is read."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.log_dir, self.path = str(directory), directory / name
+        self.path.touch()
+        writer = SimpleNamespace(_file_name=str(self.path))
+        self._experiment: Any = SimpleNamespace(
+            file_writer=SimpleNamespace(event_writer=writer), flush=lambda: None, close=lambda: None
+        )
+
+    def log(self, text: str, order: int) -> None:
+        """Write ``text`` in the step of ``order``, and come to its end."""
+        with self.path.open("a") as file:
+            file.write(text)
+        mark_points(self, order)
+
+
+def read_points(directory: Path) -> list[str]:
+    """Return the content of the files, by name."""
+    return [path.read_text() for path in sorted(directory.glob("events-*"))]
+
+
+def test_points_of_repeated_steps_are_cut_off(tmp_path: Path) -> None:
+    """Also in the file of a process all of whose steps are repeated, and twice."""
+    first = Board(tmp_path, "events-1")
+    for text, order in (("a", 2), ("b", 4), ("", 5), ("c", 6)):
+        first.log(text, order)
+    second = Board(tmp_path, "events-2")
+    cut_points(second, 4)
+    assert read_points(tmp_path) == ["ab", ""]
+    second.log("c", 6)
+    second.log("d", 8)
+    cut_points(Board(tmp_path, "events-3"), 4)
+    assert read_points(tmp_path) == ["ab", "", ""]
+    cut_points(second, 6)  # a process that has stayed
+    assert second._experiment is None
+    assert (tmp_path / EVENTS_JOURNAL).exists()
+    cut_points(first, None)
+    assert not (tmp_path / EVENTS_JOURNAL).exists()
+    cut_points(Board(tmp_path, "events-4"), 2)
+    assert read_points(tmp_path) == ["ab", "", "", ""]
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_configuration_is_overwritten_at_a_restart_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restart: bool
+) -> None:
+    """LightningCLI would refuse the file of this run's first start."""
+
+    class Saver:
+        overwrite = False
+
+    library: Any = ModuleType("library")
+    library.loggers = SimpleNamespace(CSVLogger=type(None), TensorBoardLogger=type(None))
+    monkeypatch.setitem(sys.modules, "library.cli", SimpleNamespace(SaveConfigCallback=Saver))
+    node_dir = tmp_path / "job" / "n"
+    node_dir.mkdir(parents=True)
+    if is_restart:
+        (node_dir / constants.LOGGER_VERSIONS_FILE).write_text(json.dumps([]))
+    saver = Saver()
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(loggers=[], callbacks=[object(), saver], strategy=strategy)
+    Loggers(trainer, library, {"ckpt_dir": tmp_path, "run_id": "job", "node_name": "n"})
+    assert saver.overwrite is is_restart
