@@ -52,9 +52,9 @@ from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.integrations import LOADER_ARGUMENTS, WAIT_LIMIT_S, lost_steps, require_methods, set_known
+from elastic_resume.integrations.changed_attributes import ChangedAttributes
 from elastic_resume.integrations.lightning_loggers import Loggers
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
-from elastic_resume.integrations.changed_attributes import ChangedAttributes
 from elastic_resume.training.resume import resume
 from elastic_resume.training.run import Run
 
