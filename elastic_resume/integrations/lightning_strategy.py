@@ -52,9 +52,9 @@ from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.integrations import LOADER_ARGUMENTS, WAIT_LIMIT_S, lost_steps, require_methods, set_known
-from elastic_resume.integrations.changed_attributes import ChangedAttributes
 from elastic_resume.integrations.lightning_loggers import Loggers
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
+from elastic_resume.integrations.lost_attributes import LostAttributes
 from elastic_resume.training.resume import resume
 from elastic_resume.training.run import Run
 
@@ -199,7 +199,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._optimizer_steps = 0
         self._busy = contextlib.ExitStack()
         self._busy_since = 0.0
-        self._attributes: ChangedAttributes | None = None
+        self._attributes: LostAttributes | None = None
 
     @property
     def run(self) -> Run:
@@ -583,7 +583,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         items = [one for one in items if not type(one).__module__.startswith(_LIBRARIES)]
         items += [one for one in (self.lightning_module, trainer.datamodule) if one is not None]
         tracked = self._resume_options.get("track", {}).values()
-        self._attributes = ChangedAttributes(items, {id(one) for one in tracked})
+        self._attributes = LostAttributes(items, {id(one) for one in tracked})
 
     def on_train_start(self) -> None:
         """Record that the training loop ran, so that `_run_fit_loop` need not finish an epoch."""

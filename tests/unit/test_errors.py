@@ -20,6 +20,7 @@ INTERNAL = {
     "_SenderFailedError",  # becomes a PeerFailedError once no node is left
     "AuthenticationError",
     "JobCompleted",
+    "NotPlainError",
     "NoticeQueryError",
     "ProtocolError",
     "RequestRefusedError",

@@ -18,7 +18,7 @@ CHECKED_STEPS = 3
 NAMED = object()  # in the place of an attribute's value
 
 
-class ChangedAttributes:
+class LostAttributes:
     """Compares the attributes of some objects with those at the start; names each attribute once."""
 
     def __init__(self, items: Iterable[Any], tracked: Collection[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_resume.integrations.changed_attributes import CHECKED_STEPS, ChangedAttributes
+from elastic_resume.integrations.lost_attributes import CHECKED_STEPS, LostAttributes
 
 
 def make_callback() -> Any:
@@ -47,7 +47,7 @@ def change(callback: Any) -> None:
 def test_each_changed_attribute_is_named_once() -> None:
     """After a few steps, and later only what has changed since."""
     callback, quiet = make_callback(), make_callback()
-    changed = ChangedAttributes([callback, quiet], tracked={id(callback.total)})
+    changed = LostAttributes([callback, quiet], tracked={id(callback.total)})
     found = []
     for _ in range(CHECKED_STEPS + 2):
         change(callback)
