@@ -24,6 +24,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from elastic_resume import constants
 from elastic_resume.errors import CorruptError
 from elastic_resume.policy.devices import choose_gpu
+from elastic_resume.ranks import torchrun_store
 from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.ranks.node_mesh import NodeMesh
 from elastic_resume.state.state_dict import view_bytes
@@ -204,17 +205,19 @@ def _select_gpu(model_gpus: Collection[int]) -> int | None:
 def _create_default_group(model_gpus: Collection[int]) -> None:
     """Create the default process group, with NCCL for tensors on GPUs."""
     gpu = _select_gpu(model_gpus)
-    if gpu is None or not dist.is_nccl_available():
-        dist.init_process_group("gloo")
-        return
     bound: dict[str, Any] = {}
+    if constants.ENV_AGENT_PID not in os.environ and (store := torchrun_store.open_store()) is not None:
+        bound = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    if gpu is None or not dist.is_nccl_available():
+        dist.init_process_group("gloo", **bound)
+        return
     options: Any = dist.ProcessGroupNCCL.Options()
     # NCCL of torch 2.15 takes the GPU of LOCAL_RANK unless the group is bound to one. Earlier versions take
     # each tensor's, and would connect the ranks at once if bound. NCCL refuses ranks that share a GPU, which
     # do no harm while their tensors are on CPUs.
     if hasattr(options, "lazy_init") and os.environ.get("TORCH_DIST_USE_NCCL2") != "0":
         options.lazy_init = True
-        bound = {"device_id": torch.device("cuda", gpu), "pg_options": options}
+        bound |= {"device_id": torch.device("cuda", gpu), "pg_options": options}
     dist.init_process_group("cpu:gloo,cuda:nccl", **bound)
 
 
