@@ -6,6 +6,7 @@ that splits or shuffles its dataset without a seed draws another one at each sta
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import xxhash
 
 SAMPLED = 256  # entries of one list
-MAX_WRAPPERS = 8  # datasets within datasets
+MAX_DATASETS = 1000  # within each other
 
 
 def digest_dataset(loader: Any) -> int:
@@ -23,27 +24,40 @@ def digest_dataset(loader: Any) -> int:
     It reads the attributes of the dataset and of those within it, and no sample. It is 0 if it knows nothing.
     """
     digest, is_empty = xxhash.xxh3_64(), True
-    for name, values in _iter_lists([getattr(loader, "dataset", None)], 0):
-        digest.update(f"{name} {len(values)} {_describe_entries(values)}".encode())
-        is_empty = False
+    for name, values in _iter_lists(getattr(loader, "dataset", None), set()):
+        with contextlib.suppress(Exception):  # values of any kind: a nested tensor refuses even its shape
+            digest.update(f"{name} {len(values)} {_describe_entries(values)}".encode())
+            is_empty = False
     return 0 if is_empty else digest.intdigest() >> 1
 
 
-def _iter_lists(datasets: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    for dataset in datasets if depth < MAX_WRAPPERS else []:
-        for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-            if name == "dataset":  # as in torch's Subset
-                yield from _iter_lists([value], depth + 1)
-            elif name == "datasets" and isinstance(value, (list, tuple)):
-                yield from _iter_lists(value, depth + 1)
-            elif _is_list(value):
-                yield name, value
+def _iter_lists(dataset: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the lists with an entry for each sample; others, as of devices, may differ between ranks."""
+    if id(dataset) in seen or len(seen) >= MAX_DATASETS:
+        return
+    seen.add(id(dataset))
+    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        if name == "dataset":  # as in torch's Subset
+            yield from _iter_lists(value, seen)
+        elif name == "datasets" and isinstance(value, (list, tuple)):
+            for item in value:
+                yield from _iter_lists(item, seen)
+        else:
+            with contextlib.suppress(Exception):  # see above
+                if _has_entries(value, len(dataset)):
+                    yield name, value
 
 
-def _is_list(value: Any) -> bool:
+def _has_entries(value: Any, count: int) -> bool:
+    """Return whether a list, an array or each of several arrays has ``count`` entries, one for a sample."""
     if isinstance(value, (list, tuple)):
-        return len(value) > 0
-    return _is_array(value) and len(value.shape) > 0 and value.shape[0] > 0
+        arrays = [item for item in value[:SAMPLED] if _is_array(item)]
+        return len(value) == count > 1 or (len(arrays) == len(value) > 0 and _have_length(arrays, count))
+    return _is_array(value) and _have_length([value], count)
+
+
+def _have_length(arrays: list[Any], count: int) -> bool:
+    return all(len(array.shape) > 0 and array.shape[0] == count > 1 for array in arrays)
 
 
 def _is_array(value: Any) -> bool:

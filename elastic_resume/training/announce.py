@@ -94,9 +94,10 @@ def _log_new_process(result: ResumeResult) -> None:
     started_at, _, variables = os.environ.get(constants.ENV_NEW_PROCESS, "").partition(" ")
     if variables and result.plan.kind == "cold":
         logger.info(
-            f"the script sets {variables} before it imports torch, so each worker starts as a new process, "
-            f"which took {time.monotonic() - float(started_at):.1f} s until er.resume(). Variables that are "
-            "set where the command runs cost nothing."
+            f"{variables} was set before torch was imported, by the script or a library of it. So each "
+            "worker imports torch anew, also after a failure: "
+            f"{time.monotonic() - float(started_at):.1f} s until er.resume() here. Export the variable where "
+            "the command runs, and workers are forked in milliseconds."
         )
 
 

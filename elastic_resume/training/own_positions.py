@@ -69,9 +69,10 @@ def _read_numbers(name: str, value: Any) -> dict[str, int]:
 
 
 def _is_own_loader(name: str, kind: type) -> bool:
-    if issubclass(kind, (nn.Module, Optimizer, DataLoader, type)) or not _LOADER.search(
-        f"{name} {kind.__name__}"
-    ):
+    if issubclass(kind, (nn.Module, Optimizer, DataLoader, type)):
+        return False
+    draws = any(hasattr(kind, method) for method in ("__iter__", "__next__", "next_batch", "get_batch"))
+    if not (_LOADER.search(kind.__name__) or (draws and _LOADER.search(name))):  # batch_time is a meter
         return False
     module = str(kind.__module__)
     file = getattr(sys.modules.get(module), "__file__", None) or ""

@@ -10,6 +10,7 @@ the module that is there.
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import os
 import signal
 import sys
@@ -18,13 +19,16 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from elastic_resume.agent.workers import supervisor, worker_request
+from elastic_resume.agent.workers import children, supervisor, worker_request
 from elastic_resume.constants import ENV_NEW_PROCESS, EXIT_NO_STANDBY
 
 # What torch and the libraries below it read when they are imported. PYTHON… and LD_… act on new processes
 # only, whoever sets them. CUDA_…, NCCL_… and GLOO_… are read later, where they are used.
 READ_BY_TORCH = ("TORCH", "PYTORCH_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_")
-READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
+READ_LATER = (
+    *("TORCH_NCCL_", "TORCHELASTIC_", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST"),
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_KERNEL_CACHE_PATH"),  # Lightning sets the first
+)
 
 
 def hide(packages: Iterable[str], command: Sequence[str], mask: Iterable[int]) -> None:
@@ -66,7 +70,12 @@ class _HiddenPackages:
         changed = list_changed(self._environ, dict(os.environb), self._roots)
         if changed:
             self._start_again(changed)
-        return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]
+        there = self._modules[name].__spec__
+        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        if there is not None:  # scripts look for a package's files by its spec
+            spec.origin, spec.has_location = there.origin, there.has_location
+            spec.submodule_search_locations = there.submodule_search_locations
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Return the package that is there."""
@@ -92,6 +101,7 @@ class _HiddenPackages:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
+        children.kill_all(lambda: math.inf, at_once=True)  # the script starts them again
         os.environb.clear()
         os.environb.update(self._environ)
         os.environ[ENV_NEW_PROCESS] = f"{time.monotonic()} {', '.join(changed)}"

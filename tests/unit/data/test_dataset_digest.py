@@ -61,3 +61,23 @@ def test_what_may_differ_between_nodes_has_the_same_digest() -> None:
     assert digest(paths[0]) == digest(paths[1])
     assert digest(Files([object(), object()])) == digest(Files([object(), object()]))
     assert digest(range(3)) == digest_dataset(None) == 0
+
+
+class Odd(torch.utils.data.Dataset[int]):
+    """Has attributes that no digest can read, or that may differ between ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.devices, self.directories = [f"cuda:{rank}"], (f"/scratch/{rank}",)
+        self.sizes = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        self.quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+        self.meta = torch.ones(3, device="meta")
+        self.datasets = [self] * 6
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_what_is_no_list_of_samples_tells_nothing() -> None:
+    """A right script is neither ended nor warned, and a cycle ends."""
+    assert digest(Odd(0)) == digest(Odd(1))

@@ -663,6 +663,13 @@ class TokenLoader:
         self.position = state["position"]
 
 
+class Meter:
+    """Counts, as AverageMeter of PyTorch's example for ImageNet."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 def generate() -> Iterator[torch.Tensor]:
     """Yield batches for ever."""
     position = 0
@@ -678,6 +685,7 @@ def test_loader_of_the_script_that_counts_on_is_named(
     """By its variable: an object with a position, and a generator. Not one whose position stays."""
     job = begin()
     train_loader, val_loader, batches = TokenLoader(), TokenLoader(), generate()
+    batch_time = Meter()
     steps = er.steps(
         5, **job.arguments(track={"train_loader": er.per_rank(train_loader)} if is_tracked else None)
     )
@@ -685,12 +693,14 @@ def test_loader_of_the_script_that_counts_on_is_named(
     for step in steps:
         job.train(train_loader.next_batch() if step % 2 or is_tracked else next(batches))
         val_loader.position = 0
+        batch_time.count += 1
     log = capsys.readouterr().err
     named = "TokenLoader) counts on: the first steps have changed its 'position', and no checkpoint holds it"
     assert log.count(named) == log.count("er.per_rank(train_loader)") == (not is_tracked)
     assert log.count("batches (a generator) counts on") == log.count("a generator cannot") == (not is_tracked)
     assert ("WARNING: train_loader (a" in log) != is_tracked
     assert "val_loader" not in log
+    assert "batch_time" not in log
 
 
 @pytest.mark.parametrize("is_pair", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import site
 import sys
@@ -66,6 +67,16 @@ def test_each_way_to_import_finds_what_is_there(package: list[list[str]], code: 
     assert not package
 
 
+def test_spec_of_a_hidden_package_names_its_files(package: list[list[str]], tmp_path: Path) -> None:
+    """A script may look for a library there, before it imports the package."""
+    spec = importlib.util.find_spec("loaded")
+    assert spec is not None
+    assert spec.origin == str(tmp_path / "loaded" / "__init__.py")
+    assert list(spec.submodule_search_locations or []) == [str(tmp_path / "loaded")]
+    assert "loaded" not in sys.modules
+    assert not package
+
+
 def test_changed_variable_starts_the_script_again(
     package: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +119,7 @@ def test_standby_ends(
         ),
         ({b"LOADED_MODE": b"1"}, ["LOADED_MODE"]),
         ({b"CUDA_VISIBLE_DEVICES": b"1", b"NCCL_DEBUG": b"INFO", b"TORCH_NCCL_BLOCKING_WAIT": b"1"}, []),
+        ({b"PYTORCH_NVML_BASED_CUDA_CHECK": b"1", b"TORCH_HOME": b"/x"}, []),  # Lightning; read when used
         ({b"PYTHONHASHSEED": b"0", b"TOKENIZERS_PARALLELISM": b"false", b"RANK": b"3"}, []),
         ({}, []),
     ],
