@@ -134,6 +134,8 @@ class Leader(Role):
         self.admission = Admission(state, self.peers, self._remove_peer)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
+        self.handed_votes: list[Peer] = []
+        """Nodes that leave and have handed their votes to this one; they are told when that is on disk."""
         self.seen_durable_version = 0
         self.next_scan_at = state.now
         self.next_probe_at = state.now
@@ -222,6 +224,8 @@ class Leader(Role):
     def _handle_vote(self, peer: Peer, vote: Vote) -> None:
         self.view_change.decision.add_vote(peer.incarnation, vote)
         self.view_change.reevaluate()
+        if peer.is_leaving and self.view_change.decision.take_over(peer.incarnation, vote):
+            self.handed_votes.append(peer)
 
     def _handle_finished(self, peer: Peer, message: messages.NodeFinished) -> None:
         peer.finished_generation, peer.running_generation = message.generation, 0
@@ -291,7 +295,7 @@ class Leader(Role):
             state.disconnect(peer.link)
             self._mark_disconnected(peer)
         self.pending_welcomes[link.conn_id] = hello, state.view.generation
-        state.send(link, messages.Welcome(state.incarnation, state.view, state.voter.has_followed_another))
+        state.send(link, messages.Welcome(state.incarnation, state.view))
 
     def _admit(self, link: Link) -> None:
         """Add a node that has replied to its welcome to the followers."""
@@ -328,9 +332,6 @@ class Leader(Role):
             peer = Peer(sender, link)
             self.peers.add(peer)
         state.voter.note_follower(sender, link)
-        # A node that knew only an earlier view learns of the newest one from this leader.
-        knows_newest = hello.view.generation == state.view.generation
-        link.has_followed_another = knows_newest and hello.has_followed_another
         peer.join, peer.finished_generation = hello.join, hello.finished_generation
         self.finished_generation = max(self.finished_generation, hello.finished_generation)
         return peer
@@ -570,7 +571,12 @@ class Leader(Role):
         if state.voter.newest_ballot > decision.ballot:
             decision.start_ballot()
             view_change.reevaluate()
-        state.voter.take_votes()
+        if state.voter.is_durable:
+            for peer in self.handed_votes:
+                if self.peers.by_incarnation.get(peer.incarnation) is peer and peer.disconnected_at is None:
+                    self._send(peer, messages.VoteHeld())
+            self.handed_votes.clear()
+        state.voter.take_vote()
         request = decision.request
         self._ask_votes(request)
         if decision.add_own(request):
@@ -611,8 +617,6 @@ class Leader(Role):
         """Start the decided view, or end the job, or go on to the next slot."""
         state = self.state
         view, end, start = self.view_change.conclude()
-        for peer in self.peers:
-            peer.link.has_followed_another = False
         if end:
             state.end_role(end)
             self._broadcast(end)

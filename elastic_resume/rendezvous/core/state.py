@@ -82,6 +82,10 @@ class NodeState:
         """What the role has to make place for: see `end_role`."""
         self.leaving: DepartureReason | None = None
         """Why this node leaves; it only votes any more, for a view without it."""
+        self.hand_over_at = float("inf")
+        """When it hands its vote over, unless a view without it is decided before."""
+        self.is_vote_held = False
+        """The leader holds the vote that this node has handed over."""
         self.now = now
         self.links: dict[int, Link] = {}
         self.effects: list[interface.Effect] = []
@@ -181,7 +185,6 @@ class NodeState:
             self.view,
             self.voter.known.promised,
             self.voter.known.max_generation,
-            self.voter.has_followed_another,
             self.join,
             running,
             self.finished_generation,

@@ -162,11 +162,11 @@ class ViewChange:
             earlier = decision.find_proposal_to_repeat(votes)
             if earlier:
                 self.joins = {}
-                decision.propose(earlier.view, earlier.end, votes, is_repeated=True)
+                decision.propose(earlier.view, earlier.end, is_repeated=True)
                 return
             if self.end:
                 end = replace(self.end, generation=1 + self.state.voter.known.max_generation)
-                decision.propose(View(end.generation, (), self.state.incarnation), end, votes)
+                decision.propose(View(end.generation, (), self.state.incarnation), end)
                 return
         if self.end:
             self._note_blocked()
@@ -177,7 +177,7 @@ class ViewChange:
         self.broken_links = set()
         view = self._make_view()
         self.joins = {member: self.joins[member] for member in view.members}
-        decision.propose(view, None, votes)
+        decision.propose(view, None)
         self.awaiting = set(view.members) - {self.state.incarnation}
 
     def _note_blocked(self) -> None:
@@ -389,8 +389,8 @@ class ViewChange:
 
     def _find_missing_votes(self, present: set[Incarnation]) -> WaitReason:
         state = self.state
-        counted = self.decision.find_counted(self.decision.cast.keys(), frozenset())
-        needed = state.voter.electorate.votes_needed
+        counted = self.decision.find_counted(self.decision.cast.keys())
+        needed = state.voter.electorate.size // 2 + 1
         if not state.view.members:
             return CandidatesMissing(len(counted), needed, state.find_absent_candidates(present))
         missing = [member for member in state.view.members if member.disk_id not in counted]

@@ -31,9 +31,7 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
     peers = PeerTable()
     peers.add(Peer(former, Link(-1, peer=former)))
     admission = Admission(state, peers, lambda peer, _: peers.remove(peer.incarnation))
-    hello = Hello(
-        newer, view, Ballot(), 2, has_followed_another=False, node_timeout_s=3.0, min_nodes=1, max_nodes=3
-    )
+    hello = Hello(newer, view, Ballot(), 2, node_timeout_s=3.0, min_nodes=1, max_nodes=3)
     refused = admission.check_hello(hello)
     assert refused is not None
     assert refused.refusal == SettingDiffers("host 1 of the list in --rdzv-endpoint", "missing", "a")
@@ -42,7 +40,6 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
         view,
         Ballot(),
         2,
-        has_followed_another=False,
         node_timeout_s=3.0,
         min_nodes=1,
         max_nodes=3,

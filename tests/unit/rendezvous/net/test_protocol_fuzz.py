@@ -429,18 +429,18 @@ def test_signed_line_is_accepted_once_in_order_by_its_receiver_only(status_only:
 
 
 def test_messages_of_the_largest_job_fit_the_limits() -> None:
-    """Names are long and share nothing, a proposal is open, and half of the members' votes are taken."""
+    """Names are long and share nothing, a proposal is open, and the voter holds half of the votes."""
     rng = random.Random(0)
     names = [f"{rng.getrandbits(128):032x}-{n:05}.cluster.example.com" for n in range(MAX_NODES)]
     members = tuple(Incarnation(name, f"{rng.getrandbits(64):016x}", 1, f"{name}:29400") for name in names)
     view = View(7, members, members[0])
     ballot = Ballot(9, members[0].disk_id, 1)
     proposal = Proposal(ballot, View(8, members[1:], members[1]))
-    taken = frozenset(member.disk_id for member in members[: MAX_NODES // 2])
+    held = frozenset(member.disk_id for member in members[: MAX_NODES // 2])
     failure = Failure("crash", names[0], 0, message="x" * 4000)
     messages: list[Message] = [
-        Hello(members[0], view, ballot, 8, has_followed_another=False),
-        Vote(7, ballot, proposal, taken),
+        Hello(members[0], view, ballot, 8),
+        Vote(7, ballot, proposal, held=held),
         Propose(7, proposal),
         Decided(view),
         StartView(9, f"{names[0]}:29400", (8,) * MAX_NODES, 10**9, (failure,) * MAX_FAILURES),
