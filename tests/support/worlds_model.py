@@ -351,7 +351,12 @@ class Model:
             yield from self.receive(state, ballot)
             if not ballot.value and self.leads(state.nodes, ballot):
                 for value, waits in sorted(self.proposals(state, ballot)):
-                    what = ("proposal in ballot", ballot.number, ballot.owner, self.worlds[value])
+                    what: tuple[Any, ...] = (
+                        "proposal in ballot",
+                        ballot.number,
+                        ballot.owner,
+                        self.worlds[value],
+                    )
                     what = (*what, "after its window") if waits else what
                     after = state._replace(free=self.freed(state, ballot.world)) if waits else state
                     if ballot.owner and self.config.accept_before_send:

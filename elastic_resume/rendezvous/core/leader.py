@@ -18,6 +18,7 @@ from elastic_resume.policy.reasons import (
     NameTaken,
     NodeLost,
     NodesUnreachable,
+    OtherJob,
     SettingDiffers,
     ViewEnd,
     ViewEndOf,
@@ -45,11 +46,18 @@ MAX_REPORTED_PEERS = 64
 class Admission:
     """Decides which nodes may follow: settings must agree, and names must be unique."""
 
-    def __init__(self, state: NodeState, peers: PeerTable, remove_peer: Callable[[Peer, Loss], None]) -> None:
+    def __init__(
+        self,
+        state: NodeState,
+        peers: PeerTable,
+        remove_peer: Callable[[Peer, Loss], None],
+        has_running_view: Callable[[], bool],
+    ) -> None:
         """`remove_peer` is called for a follower whose node is back as a new process."""
         self.state = state
         self.peers = peers
         self.remove_peer = remove_peer
+        self.has_running_view = has_running_view
 
     def check_hello(self, hello: messages.Hello) -> messages.Refused | None:
         """Learn what the node knows; return why it may not join, or None."""
@@ -62,6 +70,10 @@ class Admission:
             return refused
         if self._is_name_taken(sender):
             return messages.Refused(NameTaken(sender.node))
+        if state.view.is_of_other_job(hello.view) and hello.view.members and not state.may_change_job():
+            others = name_nodes(hello.view.members)
+            is_running = self.has_running_view()
+            return messages.Refused(OtherJob(sender.node, hello.view.generation, others, is_running))
         state.voter.record_generation(hello.max_generation)
         state.voter.note_ballot(hello.promised)
         state.adopt_view(hello.view)
@@ -131,7 +143,9 @@ class Leader(Role):
         self.last_comparison: SlowRank | None = None
         """The rank that was slow in the last comparison of own times; perhaps not named yet."""
         self.heartbeat = messages.Heartbeat(start_cost=state.start_cost)  # shared, so that it is encoded once
-        self.admission = Admission(state, self.peers, self._remove_peer)
+        self.admission = Admission(
+            state, self.peers, self._remove_peer, lambda: self.running_view is not None
+        )
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
         self.handed_votes: list[Peer] = []
@@ -159,6 +173,7 @@ class Leader(Role):
             view.generation,
             state.voter.electorate.count((state.incarnation, *self.peers.by_incarnation)),
             len(view.members) if rank is None else rank,
+            view.history if view.members else "",
         )
 
     def _make_heartbeat(self) -> messages.Heartbeat:
@@ -354,9 +369,10 @@ class Leader(Role):
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
         own = self.make_announcement()
+        is_of_other_job = bool(own.history and announcement.history not in {"", own.history})
         if announcement.leader == self.state.incarnation:
             self.discovery.end_call(link.conn_id)
-        elif announcement.priority > own.priority:
+        elif announcement.priority > own.priority and (announcement.active_generation or not is_of_other_job):
             self.new_leader_address = announcement.leader.address
         elif link.conn_id in self.discovery.pending_calls:
             self.discovery.end_call(link.conn_id)

@@ -277,6 +277,8 @@ class LeaderAnnouncement:
     votes: int
     rank: int
     """Rank in the newest view; for other nodes, the number of its members."""
+    history: str = ""
+    """That of its newest view, if that has members."""
 
     @property
     def priority(self) -> tuple[int, int, int, int, int, str, str]:

@@ -232,7 +232,7 @@ class RendezvousNode:
                     follower.handle_message(state.links[conn_id], hello)
 
     def _end_job(self, end: JobEnd) -> None:
-        self.state.adopt_view(View(end.generation, ()))
+        self.state.adopt_view(View(end.generation, (), history=end.history))
         reason = end.failure or JobFinished(end.unfinished_nodes, end.unfinished_count)
         self.state.effects.append(interface.EndJob(reason, bound_failures(end.failures)))
         self._close(ViewEnd.JOB_OVER, end)

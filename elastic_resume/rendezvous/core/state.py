@@ -136,12 +136,20 @@ class NodeState:
 
     def adopt_view(self, view: View, source: Incarnation | None = None) -> None:
         """Learn that a view is decided, from `source` if that is the leader that this node follows."""
-        if view.generation > self.view.generation:
+        own, is_newer = self.view, view.generation > self.view.generation
+        if own.is_of_other_job(view) and (own.members or view.members):
+            # An earlier job of this node's directory has ended, and this one runs; or the other way round.
+            is_newer = bool(view.members) and self.may_change_job()
+        if is_newer:
             if self.running_view:
                 self.stop_workers(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(view.generation),)))
             self.voter.adopt_view(view, source)
             self.unreachable = {member for member in self.unreachable if view.rank(member) is not None}
             self.terms_without_quorum = 0
+
+    def may_change_job(self) -> bool:
+        """Return whether the job of this node's directory has ended, and no other was begun there."""
+        return not self.view.members and self.voter.known.accepted is None
 
     def learn_end(self, end: JobEnd) -> None:
         """Learn that the end of the job is decided, unless it is that of an earlier run."""

@@ -165,8 +165,9 @@ class ViewChange:
                 decision.propose(earlier.view, earlier.end, is_repeated=True)
                 return
             if self.end:
-                end = replace(self.end, generation=1 + self.state.voter.known.max_generation)
-                decision.propose(View(end.generation, (), self.state.incarnation), end)
+                generation, history = 1 + self.state.voter.known.max_generation, self.state.view.history
+                end = replace(self.end, generation=generation, history=history)
+                decision.propose(View(generation, (), self.state.incarnation, history), end)
                 return
         if self.end:
             self._note_blocked()
@@ -432,7 +433,9 @@ class ViewChange:
         state = self.state
         members = rank_members(state.view, self.joins, state.settings.max_nodes)
         leader = state.incarnation if state.incarnation in members else members[0]
-        return View(1 + state.voter.known.max_generation, members, leader)
+        ballot = self.decision.ballot
+        history = state.view.history or f"{ballot.disk_id}:{ballot.boot}:{ballot.number}"
+        return View(1 + state.voter.known.max_generation, members, leader, history)
 
     def list_ready_newcomers(self, view: View) -> list[Incarnation]:
         """Return the joined nodes outside of a view that it could admit."""

@@ -45,7 +45,7 @@ class Voter:
         generation = max(max_generation, former.max_generation)
         if settings.single_node:
             # No other node exists, so nobody of an earlier view can vote.
-            former = former.with_view(View(generation, ()))
+            former = former.with_view(View(generation, (), history=former.view.history))
         self.known = replace(former, incarnation=incarnation, max_generation=generation)
         """What is to be on disk."""
         self.version = 1  # a process counts its boot on disk before it sends anything

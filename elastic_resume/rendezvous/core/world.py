@@ -49,6 +49,8 @@ class JobEnd:
     unfinished_nodes: tuple[str, ...] = ()
     unfinished_count: int = 0
     failures: tuple[Failure, ...] = ()
+    history: str = ""
+    """That of the view which it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,14 @@ class View:
     """The members of one generation in rank order, and the leader that proposed it.
 
     Without members it stands for the end of the job, or with generation 0 for the time before the first view.
-    The candidates decide its successor.
+    The candidates decide its successor. `history` names the sequence, from its first view on: two jobs may
+    have the same run id, and a directory of one may come to the other.
     """
 
     generation: int
     members: tuple[Incarnation, ...]
     leader: Incarnation | None = None
+    history: str = ""
 
     def rank(self, member: Incarnation) -> int | None:
         """Return the rank of a member, or None."""
@@ -72,6 +76,10 @@ class View:
         """Return the member with that disk, which may have a later process now."""
         rank = _index_disks(self).get(disk_id)
         return None if rank is None else self.members[rank]
+
+    def is_of_other_job(self, view: View) -> bool:
+        """Return whether the two views are certainly of different sequences."""
+        return bool(self.history and view.history and self.history != view.history)
 
     def find_node(self, name: str) -> Incarnation | None:
         """Return the member of that name."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.policy.reasons import Loss, NodeLost, Signalled
+from elastic_resume.policy.reasons import Loss, NodeLost, NodeRefused, Signalled
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
@@ -15,6 +15,7 @@ from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
 from tests.support.rendezvous_sim.mutations import apply_mutation
 from tests.support.rendezvous_sim.scenario import Scenario
+from tests.support.rendezvous_sim.schedule import LOST_DISKS, WAIVED_INVARIANTS
 
 NEWCOMER = Incarnation("x", "disk of x", 1, "x")
 
@@ -80,6 +81,20 @@ def test_node_that_handed_its_vote_over_has_it_no_more(rule: str, worlds: int) -
         scenario.play("leave a; run 3; partition b | a c; start a; run 30")
         assert len(scenario.checkers.find_whole_views()) == worlds
         assert bool(scenario.checkers.violations) == (worlds == 2)
+
+
+@pytest.mark.parametrize("first", ["a b", "c"])
+def test_node_of_another_job_with_the_same_run_id_ends_nothing(first: str) -> None:
+    """A and b begin anew with empty directories. C knows an old world of four, and starts later, or first."""
+    scenario = start_job("a,b,c,d")
+    scenario.play("kill a b c d; wipe-disk a b; run 1")
+    scenario.checkers.waived = WAIVED_INVARIANTS[LOST_DISKS]
+    scenario.play("start a b; run 10; kill a b; run 1")
+    second = "c" if first == "a b" else "a b"
+    scenario.play(f"start {first}; run 20; start {second}; run 30")
+    assert whole_members(scenario) == "ab"
+    refused = [fact.reason for _, name, fact in scenario.facts if isinstance(fact, interface.EndMembership)]
+    assert any(isinstance(reason, NodeRefused) and "c" in str(reason) for reason in refused)
 
 
 def test_hello_of_a_former_process_does_not_remove_the_present_one() -> None:
