@@ -99,8 +99,9 @@ SENTENCES: list[tuple[Any, str]] = [
     (
         NodeRefused("a:1", OtherJob("b", 3, ("c", "d"), is_running=True)),
         (
-            "a:1 refuses this node: the directory of b knows generation 3 of c, d, of another job with the same "
-            "run id: give each job its own --rdzv-id; if that one is over, remove rendezvous.json there"
+            "a:1 refuses this node: the directory of b knows generation 3 of c, d, of another job with "
+            "the same run id: give each job its own --rdzv-id; if that one is over, remove "
+            "rendezvous.json there"
         ),
     ),
     (

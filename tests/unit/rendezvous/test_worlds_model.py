@@ -108,7 +108,8 @@ def test_rule_without_clause_breaks_an_invariant(clause: str, value: object, con
 
 
 WITHOUT_B = """c joins ballot 2 a; a joins ballot 2 a; proposal in ballot 2 a world 2 {a c};
-    a accepts in ballot 2 a world 2 {a c} after; a learns; c learns; a crashes; c takes the vote of a; c joins ballot 1 c;
+    a accepts in ballot 2 a world 2 {a c} after; a learns; c learns; a crashes;
+    c takes the vote of a; c joins ballot 1 c;
     proposal in ballot 1 c world 3 {c}; c accepts in ballot 1 c; c learns world 3;
     a restarts with an empty disk; a~1 learns world 1; a~1 joins ballot 1 b;
     proposal in ballot 1 b world 2;"""
@@ -125,9 +126,10 @@ LATE_HAND = """a joins ballot 1 a; b joins ballot 1 a; b hands its vote to a; b 
 TWO_BALLOTS = """a joins ballot 1 a; b joins ballot 2 a; b hands its vote to a; c joins ballot 2 a;
     a has got the vote of b; proposal in ballot 1 a world 2 {value 1}; a accepts in ballot 1;
     proposal in ballot 2 a world 2 {value 2}; a accepts in ballot 2;"""
-HAND_ACCEPTED = """a joins ballot 1 a; c joins ballot 1 a; proposal in ballot 1 a world 2; a accepts in ballot 1;
-    c accepts in ballot 1; b joins ballot 2 b; c joins ballot 2 b; c hands its vote to b;
-    b has got the vote of c; b joins ballot 3 b; proposal in ballot 3 b world 2 {value 3}; b accepts in ballot 3;"""
+HAND_ACCEPTED = """a joins ballot 1 a; c joins ballot 1 a; proposal in ballot 1 a world 2;
+    a accepts in ballot 1; c accepts in ballot 1; b joins ballot 2 b; c joins ballot 2 b; c hands its vote to b;
+    b has got the vote of c; b joins ballot 3 b; proposal in ballot 3 b world 2 {value 3};
+    b accepts in ballot 3;"""
 LOST = change(EMPTY_DISK, newcomers=1, slots=2, check_i1=False)
 
 

@@ -30,7 +30,7 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
     state.adopt_view(view)
     peers = PeerTable()
     peers.add(Peer(former, Link(-1, peer=former)))
-    admission = Admission(state, peers, lambda peer, _: peers.remove(peer.incarnation)
+    admission = Admission(state, peers, lambda peer, _: peers.remove(peer.incarnation), bool)
     hello = Hello(newer, view, Ballot(), 2, node_timeout_s=3.0, min_nodes=1, max_nodes=3)
     refused = admission.check_hello(hello)
     assert refused is not None
@@ -78,7 +78,7 @@ def test_admission_names_the_first_candidate_that_differs(
 ) -> None:
     """The order counts: a candidate's place is its vote before the first view."""
     state = NodeState(RendezvousSettings(("a", "b", "c")), Incarnation("a", "disk a", 1, "a", 0), None, 0.0)
-    admission = Admission(state, PeerTable(), lambda *_: None
+    admission = Admission(state, PeerTable(), lambda *_: None, bool)
     sender = Incarnation("x", "disk x", 1, "x")
     hello = replace(state.make_hello(), sender=sender, candidates=theirs)
     refused = admission.check_hello(hello)
