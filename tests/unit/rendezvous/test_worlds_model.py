@@ -127,9 +127,9 @@ TWO_BALLOTS = """a joins ballot 1 a; b joins ballot 2 a; b hands its vote to a; 
     a has got the vote of b; proposal in ballot 1 a world 2 {value 1}; a accepts in ballot 1;
     proposal in ballot 2 a world 2 {value 2}; a accepts in ballot 2;"""
 HAND_ACCEPTED = """a joins ballot 1 a; c joins ballot 1 a; proposal in ballot 1 a world 2;
-    a accepts in ballot 1; c accepts in ballot 1; b joins ballot 2 b; c joins ballot 2 b; c hands its vote to b;
-    b has got the vote of c; b joins ballot 3 b; proposal in ballot 3 b world 2 {value 3};
-    b accepts in ballot 3;"""
+    a accepts in ballot 1; c accepts in ballot 1; b joins ballot 2 b; c joins ballot 2 b;
+    c hands its vote to b; b has got the vote of c; b joins ballot 3 b;
+    proposal in ballot 3 b world 2 {value 3}; b accepts in ballot 3;"""
 LOST = change(EMPTY_DISK, newcomers=1, slots=2, check_i1=False)
 
 
