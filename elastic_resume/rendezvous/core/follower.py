@@ -117,6 +117,7 @@ class Follower(Role):
             return
         self._adopt(proposal.view)
         state.started_generation = message.generation
+        state.backoff.note_start(state.now, message.newest_step)
         lease_until = self._compute_lease_until()
         if state.view != proposal.view or state.view.rank(state.incarnation) is None:
             return
@@ -236,6 +237,8 @@ class Follower(Role):
         state.emit_event("leader-lost", reason, generation)
         if isinstance(reason, NodeLost):
             state.record_lost_member(self.leader, reason)
+            if state.view.rank(self.leader) is not None:
+                state.backoff.note_end(self.leader, state.now)
             if reason.loss is Loss.UNREACHABLE:
                 state.unreachable.add(self.leader)
             else:

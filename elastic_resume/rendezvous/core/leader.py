@@ -280,6 +280,7 @@ class Leader(Role):
         lost = NodeLost(peer.incarnation.node, Loss.LEFT, departure)
         self.state.emit_event("lost", lost)
         self.state.record_lost_member(peer.incarnation, lost)
+        self.state.backoff.note_end(peer.incarnation, self.state.now)
         if self._runs_on(peer.incarnation) and not self.has_finished_node():
             self.end_view(lost)
         self.view_change.reevaluate()
@@ -490,6 +491,7 @@ class Leader(Role):
         elif state.now >= self.view_change.scale_up_at:
             self.view_change.scale_up_at = float("inf")
             if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.running_view):
+                state.backoff.note_newcomers(state.now)
                 self.end_view(ViewEnd.NEWCOMERS)
 
     def _compare_digest(self, node: Incarnation, digest: messages.StateDigest | None) -> None:
@@ -646,6 +648,7 @@ class Leader(Role):
             self.view_change.reevaluate()
             return
         self.running_view, state.started_generation = view, view.generation
+        state.backoff.note_start(state.now, start.newest_step)
         self.view_change.handle_view_started(view)
         self.replicas.reset(view.members)
         members = frozenset(view.members)

@@ -23,6 +23,7 @@ from elastic_resume.policy.restart import JobFailure
 from elastic_resume.policy.slow_ranks import SlowRank
 from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
+from elastic_resume.rendezvous.core.backoff import Backoff
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
 from elastic_resume.rendezvous.core.world import (
@@ -105,6 +106,7 @@ class NodeState:
         """Why this node demands the end of the job."""
         self.has_failed_job = False
         """This node's own agent demands it. Its workers have ended, and it joins no more."""
+        self.backoff = Backoff(settings.node_timeout_s)
         self.failure_log = FailureLog()
         self.failure_report: messages.FailureReport | None = None
         """The failure of a worker of this node, to be reported."""

@@ -14,8 +14,6 @@ from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.view_change import (
     MAX_ARGUMENTS_NAMED,
-    MAX_BACKOFF_S,
-    Backoff,
     compare_arguments,
 )
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, View
@@ -47,21 +45,6 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
     )
     assert admission.check_hello(hello) is None
     assert state.voter.ended == {former}
-
-
-def test_each_setback_doubles_the_wait() -> None:
-    """The first costs nothing, a view that lasts forgets them, and the wait has a limit."""
-    node, backoff = Incarnation("d", "disk"), Backoff(node_timeout_s=3.0)
-    waits = []
-    for _ in range(4):
-        backoff.add(node, 10.0)
-        waits.append(backoff.wait_until(node) - 10.0)
-    assert waits == [0.0, 3.0, 9.0, 21.0]
-    for _ in range(9):
-        backoff.add(node, 10.0)
-    assert backoff.wait_until(node) == 10.0 + MAX_BACKOFF_S
-    backoff.remove(node)
-    assert backoff.wait_until(node) < 0
 
 
 @pytest.mark.parametrize(
