@@ -71,7 +71,7 @@ SEARCHED_FIRST = {
     "end-undecided": 110,
     "vote-while-running": 45,
     "nothing-bound": 40,
-    "anyone-takes": 205,
+    "anyone-takes": 1340,
     "late-taking": 30,
 }
 """Seeds shortly before the first that found a rare mutation; the search goes round all of them from there."""
