@@ -147,7 +147,20 @@ class NameTaken:
     node: str
 
 
-Refusal = SettingDiffers | NameTaken
+@dataclass(frozen=True, slots=True)
+class OtherJob:
+    """A node's directory has worlds of another job that has the same run id.
+
+    `members` names some nodes of that job's last world. If `is_running`, the leader's job runs.
+    """
+
+    node: str
+    generation: int
+    members: tuple[str, ...]
+    is_running: bool
+
+
+Refusal = SettingDiffers | NameTaken | OtherJob
 
 
 ViewEndReason = NodeLost | WorkersStopped | NodesUnreachable | ViewEnd | ViewEndOf | Refusal

@@ -121,6 +121,10 @@ def _describe(fact: Any) -> str:
         case reasons.NameTaken(node):
             remedy = "give one of them a different name with ELASTIC_RESUME_NODE_NAME"
             return f"another live agent is called {node}: {remedy}"
+        case reasons.OtherJob(node, generation, members, _):
+            other = f"generation {generation} of {format_node_names(members, len(members))}"
+            remedy = "give each job its own --rdzv-id; if that one is over, remove rendezvous.json there"
+            return f"the directory of {node} knows {other}, of another job with the same run id: {remedy}"
         case reasons.JobFinished(unfinished, count):
             absent = format_node_names(unfinished, count)
             return (

@@ -77,7 +77,7 @@ def make_image(step: int) -> memoryview:
 def make_memory(generation: int) -> PersistentState:
     """Return a state of the rendezvous."""
     incarnation = Incarnation(NODE, "1", 1, "a:1", 0)
-    return PersistentState(incarnation, NO_VIEW, Ballot(), None, frozenset(), generation)
+    return PersistentState(incarnation, NO_VIEW, Ballot(), None, generation)
 
 
 def report(*words: object) -> None:

@@ -7,7 +7,7 @@ World 1 has the members a, b, c, ... in rank order and is at work; newcomers fol
 `first=True` nothing is decided yet, and the same nodes are the candidates of --rdzv-endpoint.
 
 There is no network and no clock. Whatever was sent is kept, and anybody reads it in any order, once, often or
-never. A window ("f is free of its leader", "the leader is free of its heir") may be over at any moment.
+never. The window ("the leader is free of its heir") may be over at any moment.
 `Config` lists the clauses of the rule; a clause that is taken out must break an invariant:
 
 I1  A slot is never decided with two values. With lost disks: no two disks that exist know different values.
@@ -51,7 +51,7 @@ class Config:
     late: bool = False
     check_i1: bool = True
     strict: bool = False  # without the exception
-    half_with_lowest: bool = True  # exactly half is a quorum only with rank 0
+    half_with_leader: bool = True  # exactly half is a quorum only with the leader's vote
     members_only: bool = True
     by_disk: bool = True  # an acceptor is a disk, not a name
     own_promise: bool = True  # who begins a ballot has promised it, and leads it until it promises another
@@ -62,21 +62,24 @@ class Config:
     end_decided: bool = True
     take_alive: bool = True  # only the incarnation that is in the world takes votes
     take_elsewhere: bool = True  # L takes none once it joined others; H none once it joined any but L
+    # Clauses of a vote that is handed over, which needs no exception.
+    handover: bool = False
+    durable_handing: bool = True  # who hands its vote over records it on disk before
+    handed_once: bool = True  # its vote counts only where the receiver has promised and not got it
+    handed_in_ballot: bool = (
+        True  # the receiver takes it over only in its own ballot, which both have promised
+    )
+    handed_accepted: bool = True  # it takes over what the other has accepted
     # Clauses of the exception, with their rules in docs/concepts/worlds.md.
-    follower_window: bool = (
-        True  # 1, 5: a leader takes a follower's vote only while the follower votes for no other
-    )
-    leader_window: bool = (
-        True  # 1, 5: an heir takes its leader's vote only while the leader votes for no other
-    )
-    only_heir_takes: bool = True  # 1: of the leader
+    ties_only: bool = True  # 1: a taken vote counts only if exactly half of the members vote themselves
+    half_repeats: bool = True  # 1: a proposal that half may have accepted is proposed again
+    leader_window: bool = True  # 2, 5: an heir takes its leader's vote only until the leader votes for others
+    only_heir_takes: bool = True  # 2
     durable_taking: bool = True  # 3
     accept_before_send: bool = True  # 4: a proposer accepts its proposal before it sends it
     leader_waits_for_heir: bool = True  # 4: in its own ballots
-    follower_waits: bool = True  # 5: until its leader cannot take its vote
     leader_waits_elsewhere: bool = True  # 5: in the ballots of others, until its heir cannot take its vote
-    restarted_follower: bool = True  # 6: its vote counts only with its leader's
-    restarted_leader: bool = True  # 6: its vote counts only with its heir's
+    restarted_leader: bool = True  # 6: its vote makes half a quorum only with its heir's
     replaced: bool = False  # 7: the votes of all members whose disks are not replaced suffice
     known_losses: bool = False  # 7: a disk is lost only while all others know what is decided
 
@@ -101,18 +104,22 @@ class Node(NamedTuple):
     promised: int = 0
     accepted: int = 0  # ballot
     value: int = 0
-    taken: Bits = 0  # members whose votes it took
+    taken: int = 0  # it has taken the leader's vote
     elsewhere: int = 0  # it has joined a ballot that bars it from taking votes
+    held: Bits = 0  # members that have handed it their votes
+    handed: int = 0  # whom it has handed its vote: 1 + node
 
 
 class Join(NamedTuple):
-    """A promise, and what its node had accepted and taken."""
+    """A promise, and what its node had accepted, taken, got and handed over."""
 
     node: int
     life: int
     accepted: int
     value: int
-    taken: Bits
+    taken: int
+    held: Bits
+    handed: int
 
 
 class Ballot(NamedTuple):
@@ -123,17 +130,18 @@ class Ballot(NamedTuple):
     owner: Incarnation | None  # None: anybody but the leader and the heir
     value: int = 0  # the proposal
     joins: tuple[Join, ...] = ()
-    plain: Bits = 0  # votes of acceptors that count by themselves
-    late: Bits = 0  # votes of restarted acceptors
-    cast: Bits = 0  # taken votes
+    plain: Bits = 0  # acceptors
+    alone: int = 0  # the leader has accepted, and makes half a quorum without its heir
+    cast: int = 0  # the heir has accepted, and has taken the leader's vote
+    hands: tuple[Join, ...] = ()  # votes handed to the owner
 
 
 class State(NamedTuple):
-    """Nodes, ballots in order, and for each world the nodes whose windows are over."""
+    """Nodes, ballots in order, and the worlds whose leaders are free of their heirs."""
 
     nodes: tuple[Node, ...]
     ballots: tuple[Ballot, ...] = ()
-    free: tuple[tuple[int, Bits], ...] = ()
+    free: tuple[int, ...] = ()
 
 
 Step = tuple[tuple[Any, ...], State]
@@ -152,11 +160,10 @@ class Model:
         # are equal matters. A free choice is any value so far or a fresh one, a superset of what joins allow.
         self.tokens = not config.lost
         # Whether every ballot has a certain owner.
-        self.named = config.lost > 0 or not (config.take_alive and config.only_heir_takes)
+        self.named = config.lost > 0 or config.handover or not (config.take_alive and config.only_heir_takes)
         self.worlds: list[World] = []
         self.ids: dict[World, int] = {}
         self.places: list[dict[int, int]] = []  # for each world: node -> life of the member
-        self.quorums: dict[tuple[int, Bits], bool] = {}
         members = tuple((node, 0) for node in range(config.nodes))
         self.intern(World(0, members))
         self.start = 0 if config.first else self.world(1, members, members[config.leader], 0)
@@ -175,8 +182,10 @@ class Model:
     ) -> int:
         """Return the number of a world, without its leader and heir where nobody uses them."""
         heir = next((member for member in members if member != leader), None)
-        if self.config.strict or generation == self.last_generation or heir is None:
+        if generation == self.last_generation or heir is None:
             return self.intern(World(generation, members, before=before))
+        if self.config.strict:
+            return self.intern(World(generation, members, leader, before=before))
         return self.intern(World(generation, members, leader, heir, before))
 
     def is_acceptor(self, world: int, node: int, life: int) -> bool:
@@ -186,39 +195,49 @@ class Model:
             return not self.config.members_only
         return member // DISK == life // DISK or not world or not self.config.by_disk
 
-    def quorum(self, world: int, votes: Bits) -> bool:
-        """Return whether members are a quorum of a world."""
-        key = world, votes
-        if key not in self.quorums:
-            members = [node for node, _ in self.worlds[world].members]
-            voters = members if self.config.members_only else range(self.total)
-            twice = 2 * sum(votes >> node & 1 for node in voters)
-            half = (
-                world
-                and twice == len(members)
-                and (votes >> members[0] & 1 or not self.config.half_with_lowest)
-            )
-            self.quorums[key] = twice > len(members) or bool(half)
-        return self.quorums[key]
+    def surplus(self, world: int, votes: Bits) -> int:
+        """Return by how many votes these are more than half, doubled; 0 is exactly half."""
+        voters = self.places[world] if self.config.members_only else range(self.total)
+        return 2 * sum(votes >> node & 1 for node in voters) - len(self.places[world])
 
-    def counts(self, ballot: Ballot, node: int, life: int, reports: dict[int, Bits]) -> bool:
-        """Return whether a vote counts in a ballot whose joiners report to have taken `reports` (rule 6)."""
-        leader, heir = self.worlds[ballot.world].leader, self.worlds[ballot.world].heir
-        if leader is None or heir is None or self.places[ballot.world].get(node) in (life, None):
-            return True
-        if not (self.config.restarted_leader if node == leader[0] else self.config.restarted_follower):
-            return True
-        guard = heir[0] if node == leader[0] else leader[0]
-        return guard in reports and not reports[guard] >> node & 1
+    def decides(self, world: int, votes: Bits, *, alone: bool, taken: bool) -> bool:
+        """Return whether acceptors are a quorum.
 
-    def reports(self, nodes: tuple[Node, ...], ballot: Ballot, joins: tuple[Join, ...]) -> dict[int, Bits]:
-        """Return the votes taken by each joiner; who leads a ballot is a joiner of it."""
-        taken = {
-            join.node: join.taken for join in joins if self.is_acceptor(ballot.world, join.node, join.life)
+        `alone`: the leader's vote is one of exactly half without its heir's. `taken`: the heir has it.
+        """
+        surplus, leader, heir = self.surplus(world, votes), self.worlds[world].leader, self.worlds[world].heir
+        if not self.config.ties_only and leader and taken:
+            surplus, alone = self.surplus(world, votes | 1 << leader[0]), True
+        if surplus or not world:
+            return surplus > 0
+        if taken or not self.config.half_with_leader or leader is None:
+            return True
+        return bool(votes >> leader[0] & 1) and bool(heir is None or alone or votes >> heir[0] & 1)
+
+    def personal(self, nodes: tuple[Node, ...], ballot: Ballot, joins: tuple[Join, ...]) -> dict[int, Join]:
+        """Return the acceptors whose promises count, with the join that reports what each has accepted."""
+        voters = {
+            join.node: self.current(nodes, ballot, join)
+            for join in joins
+            if self.is_acceptor(ballot.world, join.node, join.life)
         }
-        if ballot.owner and self.leads(nodes, ballot) and self.is_acceptor(ballot.world, *ballot.owner):
-            taken[ballot.owner[0]] = nodes[ballot.owner[0]].taken
-        return taken
+        result: dict[int, Join] = {}
+        for node, join in voters.items():
+            if join.handed and self.config.handed_once:
+                holder = voters.get(join.handed - 1)
+                if holder is None or holder.held >> node & 1:
+                    continue
+            for other in range(self.total):
+                if (1 << node | join.held) >> other & 1 and (other not in result or other == node):
+                    result[other] = join
+        return result
+
+    def current(self, nodes: tuple[Node, ...], ballot: Ballot, join: Join) -> Join:
+        """Return a join with what its node has taken and got since, if that leads the ballot."""
+        if ballot.owner != (join.node, join.life) or not self.leads(nodes, ballot):
+            return join
+        node = nodes[join.node]
+        return Join(join.node, join.life, node.accepted, node.value, node.taken, node.held, node.handed)
 
     def leads(self, nodes: tuple[Node, ...], ballot: Ballot) -> bool:
         """Return whether the ballot's owner can still lead it."""
@@ -236,26 +255,27 @@ class Model:
         """Return the ballots that have decided."""
         result = []
         for ballot in state.ballots:
-            if not ballot.value or not ballot.plain | ballot.late:
+            if not ballot.value or not ballot.plain:
                 continue
-            votes = ballot.plain | ballot.cast
-            if ballot.late:
-                reports = self.reports(state.nodes, ballot, ballot.joins)
-                for node in range(self.total):
-                    if ballot.late >> node & 1 and self.counts(ballot, node, -1, reports):
-                        votes |= 1 << node | reports.get(node, 0)
-            if self.quorum(ballot.world, votes) or self.all_replaced(ballot.world, votes, ballot.joins):
+            marks = {"alone": bool(ballot.alone), "taken": bool(ballot.cast)}
+            if self.decides(ballot.world, ballot.plain, **marks) or self.all_replaced(
+                ballot.world, ballot.plain, ballot.joins, taken=bool(ballot.cast)
+            ):
                 result.append(ballot)
         return result
 
-    def all_replaced(self, world: int, votes: Bits, joins: tuple[Join, ...]) -> bool:
+    def all_replaced(self, world: int, votes: Bits, joins: tuple[Join, ...], *, taken: bool) -> bool:
         """Return whether all members without a vote have joined with another disk (rule 7)."""
+        if not self.config.replaced:
+            return False
         replaced = sum(
             1 << node
             for node in {join.node for join in joins if not self.is_acceptor(world, join.node, join.life)}
         )
         members = sum(1 << node for node in self.places[world])
-        return self.config.replaced and not members & ~(votes | replaced)
+        leader = self.worlds[world].leader
+        counted = votes | replaced | (1 << leader[0] if taken and leader else 0)
+        return bool(votes) and not members & ~counted and self.surplus(world, votes | replaced) >= 0
 
     def may_lose_disk(self, state: State, i: int, chosen: list[Ballot]) -> bool:
         """Return whether a disk may be lost by the premise of the exception."""
@@ -268,35 +288,23 @@ class Model:
         """Return whether a process has ended for certain."""
         return nodes[member[0]].life != member[1] or not nodes[member[0]].up
 
-    def waits_for_window(self, state: State, i: int, ballot: Ballot, heir_voted: bool) -> bool:
-        """Return whether node i needs the end of a window to join or accept in a ballot (rules 4 and 5)."""
-        node = state.nodes[i]
-        leader, heir = self.worlds[node.world].leader, self.worlds[node.world].heir
-        if leader is None or heir is None or self.places[node.world].get(i) != node.life:
+    def waits_for_heir(self, state: State, i: int, ballot: Ballot) -> bool:
+        """Return whether node i is a leader that needs the end of its window (rules 4 and 5)."""
+        leader, heir = self.worlds[ballot.world].leader, self.worlds[ballot.world].heir
+        if heir is None or (i, state.nodes[i].life) != leader or self.ended(state.nodes, heir):
             return False
-        if i != leader[0]:
-            return (
-                self.config.follower_waits and ballot.owner != leader and not self.ended(state.nodes, leader)
-            )
-        if self.ended(state.nodes, heir):
-            return False
-        return (
-            self.config.leader_waits_for_heir and not heir_voted
-            if ballot.owner == leader
-            else self.config.leader_waits_elsewhere
-        )
+        if ballot.owner == leader:
+            return self.config.leader_waits_for_heir
+        return ballot.owner != heir and self.config.leader_waits_elsewhere
 
-    def freed(self, state: State, i: int, waits: bool) -> tuple[tuple[int, Bits], ...]:
-        """Return the windows that are over, with node i's.
+    @staticmethod
+    def freed(state: State, world: int) -> tuple[int, ...]:
+        """Return the worlds whose windows are over, with this one.
 
-        The end of a window allows its node more, and others less. So it is enough to let it end when its node
-        first needs it.
+        The end of a window allows the leader more, and the heir less. So it is enough to let it end when the
+        leader first needs it.
         """
-        windows = dict(state.free)
-        if waits:
-            world = state.nodes[i].world
-            windows[world] = windows.get(world, 0) | 1 << i
-        return tuple(sorted(windows.items()))
+        return tuple(sorted({*state.free, world}))
 
     def bars(self, i: int, node: Node, owner: Incarnation | None) -> int:
         """Return whether node i may not take votes after it joined a ballot of `owner`."""
@@ -337,15 +345,24 @@ class Model:
                     for owner in self.owners(state, node.world, number):
                         yield from self.join(state, i, Ballot(node.world, number, owner))
             yield from self.take(state, i, table)
+            if self.config.handover:
+                yield from self.hand_over(state, i, table)
         for ballot in state.ballots:
+            yield from self.receive(state, ballot)
             if not ballot.value and self.leads(state.nodes, ballot):
-                for value in sorted(self.proposals(state, ballot)):
-                    what = ("proposal in ballot", ballot.number, ballot.owner, self.worlds[value])
-                    after = state
+                for value, waits in sorted(self.proposals(state, ballot)):
+                    what: tuple[Any, ...] = (
+                        "proposal in ballot",
+                        ballot.number,
+                        ballot.owner,
+                        self.worlds[value],
+                    )
+                    what = (*what, "after its window") if waits else what
+                    after = state._replace(free=self.freed(state, ballot.world)) if waits else state
                     if ballot.owner and self.config.accept_before_send:
                         i = ballot.owner[0]
-                        node = state.nodes[i]._replace(accepted=ballot.number, value=value)
-                        _, after = self.step(state, i, node)
+                        node = after.nodes[i]._replace(accepted=ballot.number, value=value)
+                        _, after = self.step(after, i, node)
                     yield what, after._replace(ballots=self.put(state, ballot._replace(value=value)))
 
     def step(self, state: State, i: int, node: Node, *what: Any) -> Step:
@@ -368,6 +385,9 @@ class Model:
             node.accepted if keep.durable_accept else 0,
             node.value if keep.durable_accept else 0,
             node.taken if keep.durable_taking else 0,
+            0,
+            node.held,
+            node.handed if keep.durable_handing else 0,
         )
 
     def learn(self, state: State, i: int, chosen: list[Ballot]) -> Iterator[Step]:
@@ -425,9 +445,8 @@ class Model:
             node.promised < ballot.number or (own and node.promised == ballot.number)
         ):
             return
-        heir_joined = any((join.node, join.life) == self.worlds[node.world].heir for join in ballot.joins)
-        waits = self.waits_for_window(state, i, ballot, heir_joined)
-        join = Join(i, node.life, node.accepted, node.value, node.taken)
+        waits = ballot.owner != (i, node.life) and self.waits_for_heir(state, i, ballot)
+        join = Join(i, node.life, node.accepted, node.value, node.taken, node.held, node.handed)
         joined = node._replace(promised=ballot.number, elsewhere=self.bars(i, node, ballot.owner))
         what, after = self.step(
             state,
@@ -443,24 +462,25 @@ class Model:
             owner = ballot.owner[0]
             _, after = self.step(after, owner, after.nodes[owner]._replace(promised=ballot.number))
         new = ballot._replace(joins=tuple(sorted((*ballot.joins, join))))
-        yield what, State(after.nodes, self.put(state, new), self.freed(state, i, waits))
+        free = self.freed(state, ballot.world) if waits else state.free
+        yield what, State(after.nodes, self.put(state, new), free)
 
     def accept(self, state: State, i: int, ballot: Ballot) -> Iterator[Step]:
-        """Accept a proposal, for the dead whose votes are held, too."""
-        node = state.nodes[i]
-        own = ballot.owner == (i, node.life) and not (ballot.plain | ballot.late) >> i & 1
-        if ballot.number < max(node.promised, 1) or ballot.number < node.accepted + (not own):
+        """Accept a proposal, also for the members whose votes the node has got or taken."""
+        node, world = state.nodes[i], self.worlds[ballot.world]
+        again = node.accepted == ballot.number and not ballot.plain >> i & 1
+        waits = self.waits_for_heir(state, i, ballot)
+        again = again or (waits and not ballot.alone and node.accepted == ballot.number)
+        if ballot.number < max(node.promised, 1) or ballot.number < node.accepted + (not again):
             return
         if not self.is_acceptor(node.world, i, node.life):
             return
-        heir = self.worlds[node.world].heir
-        waits = self.waits_for_window(
-            state, i, ballot, heir is not None and bool(ballot.plain >> heir[0] & 1)
-        )
-        if self.counts(ballot, i, node.life, self.reports(state.nodes, ballot, ballot.joins)):
-            new = ballot._replace(plain=ballot.plain | 1 << i, cast=ballot.cast | node.taken)
-        else:
-            new = ballot._replace(late=ballot.late | 1 << i)
+        counts = True
+        if node.handed and self.config.handed_once:
+            holder = {join.node: self.current(state.nodes, ballot, join) for join in ballot.joins}.get(
+                node.handed - 1
+            )
+            counts = holder is not None and not holder.held >> i & 1
         changed = node._replace(
             promised=ballot.number,
             accepted=ballot.number,
@@ -468,19 +488,27 @@ class Model:
             elsewhere=self.bars(i, node, ballot.owner),
         )
         what, after = self.step(
-            state,
-            i,
-            changed,
-            "accepts in ballot",
-            ballot.number,
-            ballot.owner,
-            self.worlds[ballot.value],
-            "after its window" if waits else "",
+            state, i, changed, "accepts in ballot", ballot.number, ballot.owner, self.worlds[ballot.value]
         )
-        yield what, State(after.nodes, self.put(state, new), self.freed(state, i, waits))
+        new = ballot
+        if counts:
+            new = ballot._replace(
+                plain=ballot.plain | 1 << i | node.held, cast=int(bool(ballot.cast or node.taken))
+            )
+        is_leader = i == (world.leader or (-1,))[0] and counts
+        if is_leader and (not self.config.restarted_leader or node.life == world.leader[1]):  # type: ignore[index]
+            alone = new._replace(alone=1)
+            if not waits:
+                yield what, State(after.nodes, self.put(state, alone), state.free)
+                return
+            free = self.freed(state, ballot.world)
+            yield (*what, "after its window"), State(after.nodes, self.put(state, alone), free)
+            if ballot.owner != world.leader:
+                return
+        yield what, State(after.nodes, self.put(state, new), state.free)
 
     def take(self, state: State, i: int, table: dict[tuple[int, int], Ballot]) -> Iterator[Step]:
-        """Take the vote of a dead member, and cast it at once where the holder's own vote is cast already.
+        """Take the vote of the dead leader, and cast it at once where the heir's own vote is cast already.
 
         Casting adds to what is decided and changes nothing else, so it need not be delayed.
         """
@@ -491,62 +519,104 @@ class Model:
             world.leader is None
             or world.heir is None
             or node.elsewhere
+            or node.taken
+            or node.handed
             or life is None
             or (life != node.life and self.config.take_alive)
+            or i == world.leader[0]
+            or (i != world.heir[0] and self.config.only_heir_takes)
+            or not self.ended(state.nodes, world.leader)
+            or (node.world in state.free and self.config.leader_window)
         ):
             return
-        over = dict(state.free).get(node.world, 0)
-        for dead in world.members:
-            if dead[0] == i or node.taken >> dead[0] & 1 or not self.ended(state.nodes, dead):
+        what, after = self.step(state, i, node._replace(taken=1), "takes the vote of", world.leader)
+        ballot = table.get((node.world, node.accepted))
+        if ballot and ballot.plain >> i & 1 and node.accepted == node.promised:
+            after = after._replace(ballots=self.put(state, ballot._replace(cast=1)))
+        yield what, after
+
+    def hand_over(self, state: State, i: int, table: dict[tuple[int, int], Ballot]) -> Iterator[Step]:
+        """Hand the vote to the owner of the promised ballot."""
+        node = state.nodes[i]
+        ballot = table.get((node.world, node.promised))
+        join = Join(i, node.life, node.accepted, node.value, node.taken, node.held, 0)
+        if (
+            node.handed
+            or ballot is None
+            or ballot.owner is None
+            or ballot.owner[0] == i
+            or not self.is_acceptor(node.world, *ballot.owner)
+            or not self.is_acceptor(node.world, i, node.life)
+            or (self.places[node.world].get(i) != node.life and not self.config.strict)
+            or not any((other.node, other.life) == (i, node.life) for other in ballot.joins)
+        ):
+            return
+        handed = node._replace(handed=1 + ballot.owner[0])
+        what, after = self.step(state, i, handed, "hands its vote to", ballot.owner)
+        hands = tuple(sorted((*ballot.hands, join)))
+        yield what, after._replace(ballots=self.put(state, ballot._replace(hands=hands)))
+
+    def receive(self, state: State, ballot: Ballot) -> Iterator[Step]:
+        """Take over a vote that was handed to the owner of a ballot."""
+        for join in ballot.hands:
+            if ballot.owner is None:
                 continue
-            if i != world.leader[0] and (
-                dead != world.leader or (i != world.heir[0] and self.config.only_heir_takes)
-            ):
+            i = ballot.owner[0]
+            node = state.nodes[i]
+            alive = node.life == ballot.owner[1] and node.up and node.world == ballot.world
+            if not (self.leads(state.nodes, ballot) if self.config.handed_in_ballot else alive):
                 continue
-            if over >> dead[0] & 1 and (
-                self.config.leader_window if dead == world.leader else self.config.follower_window
-            ):
+            if node.handed or node.held >> join.node & 1:
                 continue
-            holder = node._replace(taken=node.taken | 1 << dead[0])
-            what, after = self.step(state, i, holder, "takes the vote of", dead)
-            ballot = table.get((node.world, node.accepted))
-            if ballot and ballot.plain >> i & 1 and node.accepted == node.promised:
-                after = after._replace(
-                    ballots=self.put(state, ballot._replace(cast=ballot.cast | holder.taken))
-                )
+            held = node.held | 1 << join.node | join.held
+            changed = node._replace(held=held)
+            if join.accepted > node.accepted and self.config.handed_accepted:
+                changed = changed._replace(accepted=join.accepted, value=join.value)
+            what, after = self.step(state, i, changed, "has got the vote of", (join.node, join.life))
+            if ballot.plain >> i & 1 and node.accepted == ballot.number:
+                after = after._replace(ballots=self.put(state, ballot._replace(plain=ballot.plain | held)))
             yield what, after
 
-    def proposals(self, state: State, ballot: Ballot) -> set[int]:
-        """Return what the owner of a ballot may propose, for whichever joins it has read."""
-        result: set[int] = set()
+    def proposals(self, state: State, ballot: Ballot) -> set[tuple[int, bool]]:
+        """Return what the owner of a ballot may propose, for whichever joins it has read.
+
+        The second tells whether the leader needs the end of its window for it.
+        """
+        result: set[tuple[int, bool]] = set()
+        world = self.worlds[ballot.world]
         for joins in chain.from_iterable(combinations(ballot.joins, n + 1) for n in range(len(ballot.joins))):
-            voted = self.votes(state, ballot, joins)
-            votes = sum(1 << node for node in voted)
-            quorum = self.quorum(ballot.world, votes) or self.all_replaced(ballot.world, votes, joins)
-            if not quorum or not voted:
+            counted = self.personal(state.nodes, ballot, joins)
+            votes = sum(1 << node for node in counted)
+            taken = any(join.taken for join in counted.values())
+            lives = {join.node: join.life for join in joins}
+            alone = bool(world.leader) and (
+                not self.config.restarted_leader
+                or lives.get(world.leader[0], world.leader[1]) == world.leader[1]  # type: ignore[index]
+            )
+            if not counted:
                 continue
-            accepted, value = max(voted.values())
+            waits = False
+            quorum = self.all_replaced(ballot.world, votes, joins, taken=taken)
+            if not quorum and not self.decides(ballot.world, votes, alone=False, taken=taken):
+                if not self.decides(ballot.world, votes, alone=alone, taken=taken):
+                    continue
+                waits = ballot.owner == world.leader and self.waits_for_heir(state, ballot.owner[0], ballot)  # type: ignore[index]
+            accepted, value = max((join.accepted, join.value) for join in counted.values())
             forced = accepted > 0 and self.config.repropose != "never"
             if forced and self.config.repropose == "value":
-                against = sum(1 << node for node, vote in voted.items() if vote[1] != value)
-                forced = self.quorum(ballot.world, self.everybody & ~against)
-            result.update([value] if forced else self.new_values(state, ballot, joins))
+                against = sum(1 << node for node, join in counted.items() if join.value != value)
+                left = self.surplus(ballot.world, self.everybody & ~against)
+                is_half = self.config.half_repeats and not self.config.strict
+                forced = left > 0 or (
+                    left == 0
+                    and (
+                        is_half
+                        or self.decides(ballot.world, self.everybody & ~against, alone=True, taken=False)
+                    )
+                )
+            values = [value] if forced else self.new_values(state, ballot, joins)
+            result.update((value, waits) for value in values)
         return result
-
-    def votes(self, state: State, ballot: Ballot, joins: tuple[Join, ...]) -> dict[int, tuple[int, int]]:
-        """Return the joiners whose votes count, the dead whose votes are held, and what each had accepted."""
-        reports = self.reports(state.nodes, ballot, joins)
-        voted: dict[int, tuple[int, int]] = {}
-        for join in joins:
-            if self.is_acceptor(ballot.world, join.node, join.life) and self.counts(
-                ballot, join.node, join.life, reports
-            ):
-                own = ballot.owner == (join.node, join.life)
-                votes = 1 << join.node | (state.nodes[join.node].taken if own else join.taken)
-                for node in range(self.total):
-                    if votes >> node & 1:
-                        voted[node] = max((join.accepted, join.value), voted.get(node, (0, 0)))
-        return voted
 
     def new_values(self, state: State, ballot: Ballot, joins: tuple[Join, ...]) -> Iterator[int]:
         """Yield new values: all that have joined, voters first in rank order, or the end of the job."""
@@ -590,8 +660,8 @@ class Model:
           can break I1 in that slot alone, and an exploration with one slot finds that. Not with lost disks.
         - Ballots without a proposal whose owner has ended: who joined cannot join that number again, so a
           second use of the number is a ballot of its own between the same neighbours.
-        - What joins reported, once the proposal is made: only rules 6 and 7 ask for joins then.
-        - Windows, once the leader (or the heir) cannot take votes.
+        - What joins reported, once the proposal is made: only rule 7 and votes handed over need joins then.
+        - Windows, once the heir cannot take votes.
         """
         low = min(self.worlds[node.world].generation for node in state.nodes)
         done = (
@@ -612,17 +682,10 @@ class Model:
                 continue
             if ballot.value:
                 ballots.append(self.without_reports(nodes, ballot))
-            elif self.leads(nodes, ballot):
+            elif self.leads(nodes, ballot) or (ballot.hands and not self.config.handed_in_ballot):
                 ballots.append(ballot)
-        free = []
-        for world, windows in state.free:
-            leader, heir = self.worlds[world].leader, self.worlds[world].heir
-            bit = 1 << leader[0] if leader else 0
-            left = (windows & ~bit) * self.takes_in(nodes, leader, world)
-            left |= (windows & bit) * self.takes_in(nodes, heir, world)
-            if left:
-                free.append((world, left))
-        return State(nodes, tuple(sorted(ballots)) if done else tuple(ballots), tuple(free))
+        free = tuple(world for world in state.free if self.takes_in(nodes, self.worlds[world].heir, world))
+        return State(nodes, tuple(sorted(ballots)) if done else tuple(ballots), free)
 
     def takes_in(self, nodes: tuple[Node, ...], member: Incarnation | None, world: int) -> bool:
         """Return whether a member may still take votes."""
@@ -642,23 +705,17 @@ class Model:
         A ballot whose votes cannot become a quorum any more keeps its proposal, which its owner may report.
         """
         world = self.worlds[ballot.world]
-        guards = {member[0] for member in (world.leader, world.heir) if member}
-        replaced = self.config.replaced
-        if not replaced and self.config.durable_promise and not (ballot.owner and self.leads(nodes, ballot)):
-            votes = ballot.plain | ballot.late | ballot.cast
-            votes |= sum(
+        if self.config.replaced or self.config.handover:
+            return ballot
+        if self.config.durable_promise and not (ballot.owner and self.leads(nodes, ballot)):
+            votes = ballot.plain | sum(
                 1 << i
                 for i, node in enumerate(nodes)
                 if node.promised <= ballot.number or self.worlds[node.world].generation != world.generation
             )
-            if not self.quorum(ballot.world, votes):
+            if not self.decides(ballot.world, votes, alone=True, taken=True):
                 return Ballot(ballot.world, ballot.number, ballot.owner, ballot.value)
-        joins = {
-            Join(join.node, join.life if replaced else 0, 0, 0, join.taken)
-            for join in ballot.joins
-            if join.node in guards or replaced
-        }
-        return ballot._replace(joins=tuple(sorted(joins)))
+        return ballot._replace(joins=())
 
     def violation(self, state: State) -> str:
         """Return the invariant that a state breaks, or ''."""

@@ -32,17 +32,20 @@ Messages. A node follows a leader when it has been welcomed and has sent its fir
     candidate → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
     follower  → leader      Heartbeat JoinRequest Vote ProposalAck NodeFinished FailureReport FailJob
                             UnreachablePeers Preparation LeaveNotice
-    leader    → follower    Heartbeat RequestVote Propose StartView Decided EndView Waiting
+    leader    → follower    Heartbeat RequestVote VoteHeld Propose StartView Decided EndView Waiting
                             ReplicasDiverged JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect
 
-How a view is decided (`decision`, `world`): `docs/concepts/worlds.md` has the argument, the exception
-(`taken_votes`), what it trusts, and what waits. In short, the successor of a view is one slot, an instance of
+How a view is decided (`quorum`, `voter`, `decision`): `docs/concepts/worlds.md` has the argument, the
+exception, what it trusts, and what waits. In short, the successor of a view is one slot, an instance of
 Paxos. Its voters are the disks of the view's members; before the first view, and after the end of the job,
 the candidates. The leader asks for votes in a *ballot*, once for many slots. With a quorum of votes it
 proposes a view, or the end of the job. What a quorum has accepted, on disk, is decided. The leader starts a
 view when all its members have acknowledged the proposal. If one was lost meanwhile, nobody starts it, and the
 next slot follows. A node that receives a newer decided view adopts it. Hello and Welcome name the newest.
+
+A node that leaves hands its vote to its leader, unless a view without it is decided before: it records that
+on disk, then sends the vote marked so. The leader holds it on disk from then on (`VoteHeld`).
 
 Leases keep a partition tidy, and decide nothing but when a vote may be taken. Workers run only until their
 lease expires: 95 % of a node timeout after the sending of the newest message that the other side

@@ -40,7 +40,6 @@ class Follower(Role):
         super().__init__(state)
         self.link = link
         self.leader = welcome.leader
-        link.has_followed_another = welcome.has_followed_another
         self.wait_reason: WaitReason | None = None
         self.standby_generation = 0
         """The generation that runs without this node."""
@@ -50,8 +49,8 @@ class Follower(Role):
         # The leader includes this node only after its first reply, so its lease does not count before.
         link.acked_sent_at = NEVER
         self.request: messages.RequestVote | None = None
-        self.voted_in: tuple[int, Ballot] | None = None
-        """The slot and ballot of the vote that the leader has."""
+        self.voted_in: tuple[int, Ballot, str] | None = None
+        """The slot and ballot of the vote that the leader has, and to whom it is handed."""
         self.proposal: Proposal | None = None
         self.has_acknowledged = False
         """The leader knows that this node has accepted the proposal."""
@@ -105,6 +104,9 @@ class Follower(Role):
         if self.state.voter.is_voter:
             self.state.voter.promise(request.ballot)
 
+    def _handle_vote_held(self, *_: object) -> None:
+        self.state.is_vote_held = bool(self.state.voter.known.handed_to)
+
     def _handle_proposal(self, _: Link, message: messages.Propose) -> None:
         if message.generation == self.state.view.generation:
             self.proposal, self.has_acknowledged = message.proposal, False
@@ -115,6 +117,7 @@ class Follower(Role):
             return
         self._adopt(proposal.view)
         state.started_generation = message.generation
+        state.backoff.note_start(state.now, message.newest_step)
         lease_until = self._compute_lease_until()
         if state.view != proposal.view or state.view.rank(state.incarnation) is None:
             return
@@ -145,8 +148,6 @@ class Follower(Role):
             self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
 
     def _adopt(self, view: View) -> None:
-        if view.generation > self.state.view.generation:
-            self.link.has_followed_another = False
         self.state.adopt_view(view, self.leader)
         self.proposal = None
         self.state.voter.note_leader(self.leader)
@@ -181,7 +182,6 @@ class Follower(Role):
             self.state.voter.leader_links[self.leader] = link
             self.state.adopt_view(message.view, self.leader)
             self.state.voter.note_leader(self.leader)
-            link.has_followed_another = message.has_followed_another
             self.send_reports()
         elif isinstance(message, JobEnd):
             self.state.learn_end(message)
@@ -237,6 +237,8 @@ class Follower(Role):
         state.emit_event("leader-lost", reason, generation)
         if isinstance(reason, NodeLost):
             state.record_lost_member(self.leader, reason)
+            if state.view.rank(self.leader) is not None:
+                state.backoff.note_end(self.leader, state.now)
             if reason.loss is Loss.UNREACHABLE:
                 state.unreachable.add(self.leader)
             else:
@@ -280,11 +282,14 @@ class Follower(Role):
             return
         if proposal and voter.known.accepted != proposal and proposal.ballot == voter.known.promised:
             voter.accept(proposal)
+        if state.now >= state.hand_over_at:
+            voter.hand_over(self.leader)
         if not state.voter.is_durable:
             return
-        if self.voted_in != (request.generation, request.ballot):
+        vote_id = request.generation, request.ballot, voter.known.handed_to
+        if self.voted_in != vote_id:
             state.send(self.link, voter.make_vote())
-            self.voted_in = request.generation, request.ballot
+            self.voted_in = vote_id
         if proposal and voter.known.accepted == proposal and not self.has_acknowledged:
             self._acknowledge(request.ballot)
 
@@ -342,6 +347,7 @@ class Follower(Role):
     _LEADER_HANDLERS: ClassVar[Handlers] = {
         messages.Heartbeat: _handle_heartbeat,
         messages.RequestVote: _handle_vote_request,
+        messages.VoteHeld: _handle_vote_held,
         messages.Propose: _handle_proposal,
         messages.StartView: _handle_start,
         messages.Decided: lambda self, _, decided: self._adopt(decided.view),

@@ -7,7 +7,7 @@ The core numbers the connections that it requests (positive); the shell numbers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import (
@@ -56,7 +56,7 @@ class RendezvousSettings:
     single_node: bool = False
     """There is no other node, so earlier views with other nodes need not vote."""
     is_strict: bool = False
-    """No vote of a dead node counts: see `taken_votes`."""
+    """No vote of a dead node counts: see `quorum`."""
     dial_stagger_s: float = 0.2
     """How long a candidate waits for an answer before it also calls the next address."""
     probe_interval_s: float = 0.05
@@ -224,10 +224,16 @@ class PersistentState:
     """The greatest ballot that this node has promised; it accepts no earlier one."""
     accepted: Proposal | None
     """The newest proposal that it has accepted for the successor of `view`."""
-    taken: frozenset[str]
-    """Disks whose votes it has taken for that successor: see `taken_votes`."""
     max_generation: int
     """The greatest generation known to this node."""
+    has_taken: bool = False
+    held: frozenset[str] = frozenset()
+    handed_to: str = ""
+    """As in `Vote`, for that successor."""
+
+    def with_view(self, view: View) -> PersistentState:
+        """Return the state of a node that knows of the successor of `view` nothing yet."""
+        return replace(self, view=view, accepted=None, has_taken=False, held=frozenset(), handed_to="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from elastic_resume.policy.reasons import (
     NameTaken,
     NodeLost,
     NodesUnreachable,
+    OtherJob,
     SettingDiffers,
     ViewEnd,
     ViewEndOf,
@@ -45,11 +46,18 @@ MAX_REPORTED_PEERS = 64
 class Admission:
     """Decides which nodes may follow: settings must agree, and names must be unique."""
 
-    def __init__(self, state: NodeState, peers: PeerTable, remove_peer: Callable[[Peer, Loss], None]) -> None:
+    def __init__(
+        self,
+        state: NodeState,
+        peers: PeerTable,
+        remove_peer: Callable[[Peer, Loss], None],
+        has_running_view: Callable[[], bool],
+    ) -> None:
         """`remove_peer` is called for a follower whose node is back as a new process."""
         self.state = state
         self.peers = peers
         self.remove_peer = remove_peer
+        self.has_running_view = has_running_view
 
     def check_hello(self, hello: messages.Hello) -> messages.Refused | None:
         """Learn what the node knows; return why it may not join, or None."""
@@ -62,6 +70,10 @@ class Admission:
             return refused
         if self._is_name_taken(sender):
             return messages.Refused(NameTaken(sender.node))
+        if state.view.is_of_other_job(hello.view) and hello.view.members and not state.may_change_job():
+            others = name_nodes(hello.view.members)
+            is_running = self.has_running_view()
+            return messages.Refused(OtherJob(sender.node, hello.view.generation, others, is_running))
         state.voter.record_generation(hello.max_generation)
         state.voter.note_ballot(hello.promised)
         state.adopt_view(hello.view)
@@ -131,9 +143,13 @@ class Leader(Role):
         self.last_comparison: SlowRank | None = None
         """The rank that was slow in the last comparison of own times; perhaps not named yet."""
         self.heartbeat = messages.Heartbeat(start_cost=state.start_cost)  # shared, so that it is encoded once
-        self.admission = Admission(state, self.peers, self._remove_peer)
+        self.admission = Admission(
+            state, self.peers, self._remove_peer, lambda: self.running_view is not None
+        )
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
+        self.handed_votes: list[Peer] = []
+        """Nodes that leave and have handed their votes to this one; they are told when that is on disk."""
         self.seen_durable_version = 0
         self.next_scan_at = state.now
         self.next_probe_at = state.now
@@ -157,6 +173,7 @@ class Leader(Role):
             view.generation,
             state.voter.electorate.count((state.incarnation, *self.peers.by_incarnation)),
             len(view.members) if rank is None else rank,
+            view.history if view.members else "",
         )
 
     def _make_heartbeat(self) -> messages.Heartbeat:
@@ -222,6 +239,8 @@ class Leader(Role):
     def _handle_vote(self, peer: Peer, vote: Vote) -> None:
         self.view_change.decision.add_vote(peer.incarnation, vote)
         self.view_change.reevaluate()
+        if peer.is_leaving and self.view_change.decision.take_over(peer.incarnation, vote):
+            self.handed_votes.append(peer)
 
     def _handle_finished(self, peer: Peer, message: messages.NodeFinished) -> None:
         peer.finished_generation, peer.running_generation = message.generation, 0
@@ -261,6 +280,7 @@ class Leader(Role):
         lost = NodeLost(peer.incarnation.node, Loss.LEFT, departure)
         self.state.emit_event("lost", lost)
         self.state.record_lost_member(peer.incarnation, lost)
+        self.state.backoff.note_end(peer.incarnation, self.state.now)
         if self._runs_on(peer.incarnation) and not self.has_finished_node():
             self.end_view(lost)
         self.view_change.reevaluate()
@@ -291,7 +311,7 @@ class Leader(Role):
             state.disconnect(peer.link)
             self._mark_disconnected(peer)
         self.pending_welcomes[link.conn_id] = hello, state.view.generation
-        state.send(link, messages.Welcome(state.incarnation, state.view, state.voter.has_followed_another))
+        state.send(link, messages.Welcome(state.incarnation, state.view))
 
     def _admit(self, link: Link) -> None:
         """Add a node that has replied to its welcome to the followers."""
@@ -328,9 +348,6 @@ class Leader(Role):
             peer = Peer(sender, link)
             self.peers.add(peer)
         state.voter.note_follower(sender, link)
-        # A node that knew only an earlier view learns of the newest one from this leader.
-        knows_newest = hello.view.generation == state.view.generation
-        link.has_followed_another = knows_newest and hello.has_followed_another
         peer.join, peer.finished_generation = hello.join, hello.finished_generation
         self.finished_generation = max(self.finished_generation, hello.finished_generation)
         return peer
@@ -353,9 +370,10 @@ class Leader(Role):
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
         own = self.make_announcement()
+        is_of_other_job = bool(own.history and announcement.history not in {"", own.history})
         if announcement.leader == self.state.incarnation:
             self.discovery.end_call(link.conn_id)
-        elif announcement.priority > own.priority:
+        elif announcement.priority > own.priority and (announcement.active_generation or not is_of_other_job):
             self.new_leader_address = announcement.leader.address
         elif link.conn_id in self.discovery.pending_calls:
             self.discovery.end_call(link.conn_id)
@@ -473,6 +491,7 @@ class Leader(Role):
         elif state.now >= self.view_change.scale_up_at:
             self.view_change.scale_up_at = float("inf")
             if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.running_view):
+                state.backoff.note_newcomers(state.now)
                 self.end_view(ViewEnd.NEWCOMERS)
 
     def _compare_digest(self, node: Incarnation, digest: messages.StateDigest | None) -> None:
@@ -570,7 +589,12 @@ class Leader(Role):
         if state.voter.newest_ballot > decision.ballot:
             decision.start_ballot()
             view_change.reevaluate()
-        state.voter.take_votes()
+        if state.voter.is_durable:
+            for peer in self.handed_votes:
+                if self.peers.by_incarnation.get(peer.incarnation) is peer and peer.disconnected_at is None:
+                    self._send(peer, messages.VoteHeld())
+            self.handed_votes.clear()
+        state.voter.take_vote()
         request = decision.request
         self._ask_votes(request)
         if decision.add_own(request):
@@ -611,8 +635,6 @@ class Leader(Role):
         """Start the decided view, or end the job, or go on to the next slot."""
         state = self.state
         view, end, start = self.view_change.conclude()
-        for peer in self.peers:
-            peer.link.has_followed_another = False
         if end:
             state.end_role(end)
             self._broadcast(end)
@@ -626,6 +648,7 @@ class Leader(Role):
             self.view_change.reevaluate()
             return
         self.running_view, state.started_generation = view, view.generation
+        state.backoff.note_start(state.now, start.newest_step)
         self.view_change.handle_view_started(view)
         self.replicas.reset(view.members)
         members = frozenset(view.members)

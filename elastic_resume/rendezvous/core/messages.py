@@ -65,8 +65,6 @@ class Hello:
     view: View
     promised: Ballot
     max_generation: int
-    has_followed_another: bool
-    """As `voter.Voter.has_followed_another`, in the slot of `view`."""
     join: JoinSpec | None = None
     running_generation: int = 0
     finished_generation: int = 0
@@ -83,20 +81,23 @@ class Welcome:
 
     leader: Incarnation
     view: View
-    has_followed_another: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RequestVote:
     """Ask for a vote in a ballot of the sender, for the successor of the view of `generation`.
 
-    `cannot_take` has that view's leader or heir if it takes no votes any more: it follows the sender, or the
-    sender has taken its vote.
+    `heir_cannot_take`: the heir of that view follows the sender, so it takes no vote any more.
     """
 
     generation: int
     ballot: Ballot
-    cannot_take: frozenset[str] = frozenset()
+    heir_cannot_take: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VoteHeld:
+    """Acknowledge that the sender holds the vote that the receiver has handed to it, on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +277,8 @@ class LeaderAnnouncement:
     votes: int
     rank: int
     """Rank in the newest view; for other nodes, the number of its members."""
+    history: str = ""
+    """That of its newest view, if that has members."""
 
     @property
     def priority(self) -> tuple[int, int, int, int, int, str, str]:
@@ -303,6 +306,7 @@ Message = (
     | ReplicasDiverged
     | RequestVote
     | Vote
+    | VoteHeld
     | Propose
     | ProposalAck
     | StartView

@@ -33,6 +33,8 @@ from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, View
 
 LEAVE_TIMEOUT_S = 2.0
 """How long a node that leaves waits for the decision of a view without it."""
+HAND_OVER_AFTER_S = 1.5
+"""A node that leaves hands its vote over then. If all leave at once, nobody stays, and all keep theirs."""
 
 
 class RendezvousNode:
@@ -173,6 +175,7 @@ class RendezvousNode:
             self._leave(event.departure)
             return
         state.leaving, self._leave_at = event.departure, state.now + LEAVE_TIMEOUT_S
+        state.hand_over_at = state.now + HAND_OVER_AFTER_S
         self._leave_generation = state.view.generation
         state.join = None
         state.stop_workers(NodeLost(state.incarnation.node, Loss.LEFT, event.departure))
@@ -193,7 +196,7 @@ class RendezvousNode:
             # A view that was proposed before may still have this node.
             is_decided = state.view.generation > self._leave_generation
             is_left_out = is_decided and state.view.rank(state.incarnation) is None
-            if is_left_out or state.now >= self._leave_at:
+            if is_left_out or state.is_vote_held or state.now >= self._leave_at:
                 self._leave(state.leaving)
                 return
         if state.now >= self._give_up_at():
@@ -229,7 +232,7 @@ class RendezvousNode:
                     follower.handle_message(state.links[conn_id], hello)
 
     def _end_job(self, end: JobEnd) -> None:
-        self.state.adopt_view(View(end.generation, ()))
+        self.state.adopt_view(View(end.generation, (), history=end.history))
         reason = end.failure or JobFinished(end.unfinished_nodes, end.unfinished_count)
         self.state.effects.append(interface.EndJob(reason, bound_failures(end.failures)))
         self._close(ViewEnd.JOB_OVER, end)
@@ -251,7 +254,8 @@ class RendezvousNode:
     def _compute_deadline(self) -> float:
         if self.end_reason:
             return float("inf")
-        return min(self.role.next_deadline(), self._leave_at, self._give_up_at())
+        hand_over_at = self.state.hand_over_at if self.state.now < self.state.hand_over_at else self._leave_at
+        return min(self.role.next_deadline(), hand_over_at, self._leave_at, self._give_up_at())
 
     # Read by the shell after every event.
 

@@ -35,8 +35,6 @@ class Link:
     last_received_at: float = NEVER
     acked_sent_at: float = NEVER
     """When this node sent the newest message that the other side has acknowledged."""
-    has_followed_another: bool = True
-    """The peer may have followed another than the newest view's leader since that view was decided."""
     ended_in_contact: bool = False
     """The peer's process has ended within `lease_s` of the newest acknowledged message."""
     generation: int = 0

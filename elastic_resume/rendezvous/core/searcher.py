@@ -16,6 +16,7 @@ from elastic_resume.policy.reasons import (
     JoinObstacle,
     NodeRefused,
     NoLeader,
+    OtherJob,
     OwnObstacle,
     SettingDiffers,
 )
@@ -150,8 +151,10 @@ class Searcher(Role):
 
     def _handle_refusal(self, link: Link, message: messages.Refused) -> None:
         state = self.state
+        is_permanent = isinstance(message.refusal, SettingDiffers) or (
+            isinstance(message.refusal, OtherJob) and message.refusal.is_running
+        )
         former, self.refusal = self.refusal, NodeRefused(link.address, message.refusal)
-        is_permanent = isinstance(message.refusal, SettingDiffers)
         if self.refusal != former and not is_permanent:
             state.emit_event("refused", self.refusal)
         if is_permanent:
@@ -234,7 +237,8 @@ class Searcher(Role):
         if self.state.now >= self.lead_anyway_at:
             return True
         # A leader that refuses this node would make it step down at once.
-        if self._defers() or self.refusal or self.pending_calls.keys() - self.redirect_waits:
+        is_refused = self.refusal and not isinstance(self.refusal.refusal, OtherJob)
+        if self._defers() or is_refused or self.pending_calls.keys() - self.redirect_waits:
             return False
         answered_nothing = {*self.failed_addresses, self.state.incarnation.address}
         return all(address in answered_nothing for address in self._iterate_earlier())

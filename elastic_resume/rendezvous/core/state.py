@@ -23,6 +23,7 @@ from elastic_resume.policy.restart import JobFailure
 from elastic_resume.policy.slow_ranks import SlowRank
 from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
+from elastic_resume.rendezvous.core.backoff import Backoff
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
 from elastic_resume.rendezvous.core.world import (
@@ -82,6 +83,10 @@ class NodeState:
         """What the role has to make place for: see `end_role`."""
         self.leaving: DepartureReason | None = None
         """Why this node leaves; it only votes any more, for a view without it."""
+        self.hand_over_at = float("inf")
+        """When it hands its vote over, unless a view without it is decided before."""
+        self.is_vote_held = False
+        """The leader holds the vote that this node has handed over."""
         self.now = now
         self.links: dict[int, Link] = {}
         self.effects: list[interface.Effect] = []
@@ -101,6 +106,7 @@ class NodeState:
         """Why this node demands the end of the job."""
         self.has_failed_job = False
         """This node's own agent demands it. Its workers have ended, and it joins no more."""
+        self.backoff = Backoff(settings.node_timeout_s)
         self.failure_log = FailureLog()
         self.failure_report: messages.FailureReport | None = None
         """The failure of a worker of this node, to be reported."""
@@ -132,12 +138,20 @@ class NodeState:
 
     def adopt_view(self, view: View, source: Incarnation | None = None) -> None:
         """Learn that a view is decided, from `source` if that is the leader that this node follows."""
-        if view.generation > self.view.generation:
+        own, is_newer = self.view, view.generation > self.view.generation
+        if own.is_of_other_job(view) and (own.members or view.members):
+            # An earlier job of this node's directory has ended, and this one runs; or the other way round.
+            is_newer = bool(view.members) and self.may_change_job()
+        if is_newer:
             if self.running_view:
                 self.stop_workers(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(view.generation),)))
             self.voter.adopt_view(view, source)
             self.unreachable = {member for member in self.unreachable if view.rank(member) is not None}
             self.terms_without_quorum = 0
+
+    def may_change_job(self) -> bool:
+        """Return whether the job of this node's directory has ended, and no other was begun there."""
+        return not self.view.members and self.voter.known.accepted is None
 
     def learn_end(self, end: JobEnd) -> None:
         """Learn that the end of the job is decided, unless it is that of an earlier run."""
@@ -181,7 +195,6 @@ class NodeState:
             self.view,
             self.voter.known.promised,
             self.voter.known.max_generation,
-            self.voter.has_followed_another,
             self.join,
             running,
             self.finished_generation,

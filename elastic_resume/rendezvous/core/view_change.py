@@ -31,6 +31,7 @@ from elastic_resume.policy.reasons import (
     WorkersRunning,
     name_nodes,
 )
+from elastic_resume.rendezvous.core.backoff import MAX_BACKOFF_S
 from elastic_resume.rendezvous.core.decision import Decision
 from elastic_resume.rendezvous.core.messages import JoinSpec, ProposalAck, StartView
 from elastic_resume.rendezvous.core.peers import NEVER, PeerTable
@@ -46,40 +47,11 @@ REPORT_WAIT_AFTER_S = 1.0
 MANY_FOLLOWERS = 64
 EVALUATION_S_PER_FOLLOWER = 2e-5
 """With 1,000 followers, evaluate every 20 ms at most, because each evaluation takes a millisecond."""
-SHORT_VIEW_NODE_TIMEOUTS = 2
-"""A node that is lost so soon after a start has made the start fail."""
-MAX_BACKOFF_S = 300.0
 MAX_ARGUMENTS_NAMED = 4
 MAX_STOP_S = 60.0
 """Workers may take so long to stop. A node whose workers take longer has no part in the next view."""
 MAX_ACK_NODE_TIMEOUTS = 2
 """A follower that has not acknowledged for so many node timeouts (a stuck disk, a lossy path) is detached."""
-
-
-class Backoff:
-    """Which nodes have to wait, because they made changes of the view fail.
-
-    A newcomer behind a path that drops large packets, or whose workers die at each start, would else stop all
-    others again and again. The first failure costs nothing; each further one doubles the wait.
-    """
-
-    def __init__(self, node_timeout_s: float) -> None:
-        self._node_timeout_s = node_timeout_s
-        self._by_node: dict[str, tuple[int, float]] = {}  # a name stays, also with an empty disk
-
-    def add(self, node: Incarnation, now: float) -> None:
-        """Note that a node did not acknowledge a proposal, or was lost soon after a start."""
-        count = self._by_node.get(node.node, (0, now))[0] + 1
-        wait_s = min(MAX_BACKOFF_S, self._node_timeout_s * (2 ** (count - 1) - 1))
-        self._by_node[node.node] = count, now + wait_s
-
-    def remove(self, node: Incarnation) -> None:
-        """Note that a view with that node has lasted."""
-        self._by_node.pop(node.node, None)
-
-    def wait_until(self, node: Incarnation) -> float:
-        """Return when the node may be in the next view."""
-        return self._by_node.get(node.node, (0, NEVER))[1]
 
 
 class ViewChange:
@@ -100,14 +72,11 @@ class ViewChange:
         """Members of the proposal whose link broke."""
         self.end: JobEnd | None = None
         """The end of the job that is to be decided."""
-        self.backoff = Backoff(state.settings.node_timeout_s)
         own_report = state.unreachable_peers
         self.unreachable_nodes = {state.incarnation: frozenset(own_report.nodes if own_report else ())}
         """The nodes that a node cannot reach, by its last report."""
         self.left_out: dict[Incarnation, NodesUnreachable] = {}
         """The joined nodes that are left out because others cannot reach them, and why."""
-        self.started_at = NEVER
-        """When the last view was started."""
         self.began_at = state.now
         self.last_arrival_at = state.now
         self.evaluate_at = state.now
@@ -143,10 +112,10 @@ class ViewChange:
             and running_view.rank(incarnation) is None
             and not self.is_cut_off(incarnation, running_view)
         ):
-            delay_s = self.state.settings.scale_up_delay_s
+            backoff, delay_s = self.state.backoff, self.state.settings.scale_up_delay_s
             # Workers of a view that has just started would leave it before they have all met.
-            newest = max(self.last_arrival_at, self.started_at)
-            ready_at = max(newest + delay_s, self.backoff.wait_until(incarnation))
+            started_until = backoff.started_at + backoff.compute_scale_up_delay_s(delay_s)
+            ready_at = max(self.last_arrival_at + delay_s, started_until, backoff.wait_until(incarnation))
             self.scale_up_at = min(self.scale_up_at, max(self.state.now, ready_at))
 
     def advance(self) -> None:
@@ -162,11 +131,12 @@ class ViewChange:
             earlier = decision.find_proposal_to_repeat(votes)
             if earlier:
                 self.joins = {}
-                decision.propose(earlier.view, earlier.end, votes, is_repeated=True)
+                decision.propose(earlier.view, earlier.end, is_repeated=True)
                 return
             if self.end:
-                end = replace(self.end, generation=1 + self.state.voter.known.max_generation)
-                decision.propose(View(end.generation, (), self.state.incarnation), end, votes)
+                generation, history = 1 + self.state.voter.known.max_generation, self.state.view.history
+                end = replace(self.end, generation=generation, history=history)
+                decision.propose(View(generation, (), self.state.incarnation, history), end)
                 return
         if self.end:
             self._note_blocked()
@@ -177,7 +147,7 @@ class ViewChange:
         self.broken_links = set()
         view = self._make_view()
         self.joins = {member: self.joins[member] for member in view.members}
-        decision.propose(view, None, votes)
+        decision.propose(view, None)
         self.awaiting = set(view.members) - {self.state.incarnation}
 
     def _note_blocked(self) -> None:
@@ -204,22 +174,18 @@ class ViewChange:
         self.awaiting.discard(incarnation)
         if incarnation in self.joins and incarnation not in self.broken_links:
             self.broken_links.add(incarnation)
-            self.backoff.add(incarnation, self.state.now)
+            self.state.backoff.add(incarnation, self.state.now)
         self.reevaluate()
 
     def handle_removed(self, incarnation: Incarnation) -> None:
-        """Note that a node is lost: if soon after a start, it has to wait longer each time."""
+        """Note that a node is lost."""
         self.decision.remove(incarnation)
         self.unreachable_nodes.pop(incarnation, None)
         self.handle_link_broken(incarnation)
         state = self.state
         if incarnation in self.joins or state.view.rank(incarnation) is None:
             return
-        lasted_s = state.now - self.started_at
-        if lasted_s < SHORT_VIEW_NODE_TIMEOUTS * state.settings.node_timeout_s:
-            self.backoff.add(incarnation, state.now)
-        elif state.view.generation == state.started_generation:
-            self.backoff.remove(incarnation)
+        state.backoff.note_end(incarnation, state.now)
 
     def is_concluded(self) -> bool:
         """Return whether a quorum has accepted the proposal, and all members have received it or are lost."""
@@ -349,9 +315,10 @@ class ViewChange:
         joins = {peer.incarnation: peer.join for peer in self.peers.by_incarnation.values() if peer.join}
         if state.join:
             joins[state.incarnation] = state.join
+        state.backoff.settle(max((join.newest_step for join in joins.values()), default=0))
         self.left_out = self._find_left_out(joins)
         joins = {node: join for node, join in joins.items() if node not in self.left_out}
-        ready = {node: join for node, join in joins.items() if state.now >= self.backoff.wait_until(node)}
+        ready = {node: join for node, join in joins.items() if state.now >= state.backoff.wait_until(node)}
         # If most have to wait, it was this node's own link that broke.
         is_enough = len(ready) >= state.settings.min_nodes and 2 * len(ready) > len(joins)
         return ready if is_enough else joins
@@ -381,16 +348,16 @@ class ViewChange:
     def _note_left_out(self, before: View) -> None:
         """Let members that lose their place wait longer each time, unless the last view lasted."""
         for node in before.members:
-            if self.state.now >= self.started_at + MAX_BACKOFF_S:
-                self.backoff.remove(node)
+            if self.state.now >= self.state.backoff.started_at + MAX_BACKOFF_S:
+                self.state.backoff.remove(node)
             if node in self.left_out:
-                self.backoff.add(node, self.state.now)
+                self.state.backoff.add(node, self.state.now)
                 self.state.emit_event("left-out", self.left_out[node])
 
     def _find_missing_votes(self, present: set[Incarnation]) -> WaitReason:
         state = self.state
-        counted = self.decision.find_counted(self.decision.cast.keys(), frozenset())
-        needed = state.voter.electorate.votes_needed
+        counted = self.decision.find_counted(self.decision.cast.keys())
+        needed = state.voter.electorate.size // 2 + 1
         if not state.view.members:
             return CandidatesMissing(len(counted), needed, state.find_absent_candidates(present))
         missing = [member for member in state.view.members if member.disk_id not in counted]
@@ -432,7 +399,9 @@ class ViewChange:
         state = self.state
         members = rank_members(state.view, self.joins, state.settings.max_nodes)
         leader = state.incarnation if state.incarnation in members else members[0]
-        return View(1 + state.voter.known.max_generation, members, leader)
+        ballot = self.decision.ballot
+        history = state.view.history or f"{ballot.disk_id}:{ballot.boot}:{ballot.number}"
+        return View(1 + state.voter.known.max_generation, members, leader, history)
 
     def list_ready_newcomers(self, view: View) -> list[Incarnation]:
         """Return the joined nodes outside of a view that it could admit."""
@@ -448,13 +417,14 @@ class ViewChange:
         has_room = len(view.members) < self.state.settings.max_nodes
         members = frozenset(view.members)
         late = self.list_ready_newcomers(view)
-        self.started_at, self.scale_up_at = self.state.now, float("inf")
+        self.scale_up_at = float("inf")
         names = {member.node for member in view.members} if any(self.unreachable_nodes.values()) else set()
         for node in self.unreachable_nodes.keys() & members:
             self.unreachable_nodes[node] -= names  # their workers try again
         if has_room and late:
-            ready_at = min(self.backoff.wait_until(node) for node in late)
-            self.scale_up_at = max(ready_at, self.state.now + self.state.settings.scale_up_delay_s)
+            backoff, delay_s = self.state.backoff, self.state.settings.scale_up_delay_s
+            ready_at = min(backoff.wait_until(node) for node in late)
+            self.scale_up_at = max(ready_at, self.state.now + backoff.compute_scale_up_delay_s(delay_s))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""

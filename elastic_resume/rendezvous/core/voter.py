@@ -1,7 +1,7 @@
 """Vote on views: the acceptor's side of Paxos, and what a node must keep on disk for it.
 
-`Voter` promises ballots, accepts proposals, and adopts decided views. It also keeps what `taken_votes` needs:
-the last contacts with leaders and followers, and which processes have ended for certain.
+`Voter` promises ballots, accepts proposals, and adopts decided views. It also keeps what the exception of
+`quorum` needs: the last contacts with leaders and followers, and which processes have ended for certain.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.taken_votes import may_take, may_vote
+from elastic_resume.rendezvous.core.quorum import Electorate, may_take, may_vote
 from elastic_resume.rendezvous.core.world import (
     NO_VIEW,
     Ballot,
-    Electorate,
     Incarnation,
     Proposal,
     View,
@@ -41,12 +40,12 @@ class Voter:
         self.incarnation = incarnation
         self.now = now
         former = persistent_state or interface.PersistentState(
-            incarnation, NO_VIEW, Ballot(), None, frozenset(), 0
+            incarnation, NO_VIEW, Ballot(), None, max_generation=0
         )
         generation = max(max_generation, former.max_generation)
         if settings.single_node:
             # No other node exists, so nobody of an earlier view can vote.
-            former = replace(former, view=View(generation, ()), accepted=None, taken=frozenset())
+            former = former.with_view(View(generation, (), history=former.view.history))
         self.known = replace(former, incarnation=incarnation, max_generation=generation)
         """What is to be on disk."""
         self.version = 1  # a process counts its boot on disk before it sends anything
@@ -55,7 +54,7 @@ class Voter:
         self._writing_version = 0
         self._writing_since = now
         self.has_followed_another = False
-        """Whether this process has followed, or voted for, another than the view's leader."""
+        """Whether this process has followed, or voted for, a third besides the view's leader and itself."""
         self.newest_ballot = self.known.promised
         """The greatest ballot known, of any node."""
         self.leader_links: dict[Incarnation, Link] = {}
@@ -125,7 +124,8 @@ class Voter:
     def adopt_view(self, view: View, source: Incarnation | None) -> None:
         """Learn from `source` that a view is decided; forget the votes on it."""
         generation = max(self.known.max_generation, view.generation)
-        self._change(view=view, accepted=None, taken=frozenset(), max_generation=generation)
+        self.known = self.known.with_view(view)
+        self._change(max_generation=generation)
         # Another leader may have decided it, and may lead this node in the next slot too.
         self.has_followed_another = source is None or source != view.leader
         self.ended = {member for member in self.ended if view.rank(member) is not None}
@@ -168,38 +168,53 @@ class Voter:
         self.promise(proposal.ballot)
         self._change(accepted=proposal)
 
-    def take_votes(self) -> None:
-        """Take the votes of the dead that this node may take: see `taken_votes`."""
-        if self.settings.is_strict or self.has_followed_another:
+    def take_vote(self) -> None:
+        """Take the vote of the view's leader if it has died and this node is the heir: see `quorum`."""
+        leader, known = self.view.leader, self.known
+        if self.settings.is_strict or self.has_followed_another or known.has_taken or known.handed_to:
             return
-        taken = {
-            dead.disk_id
-            for dead in self.ended
-            if (link := self._find_voting_link(dead))
-            and link.ended_in_contact
-            and may_take(self.view, self.incarnation, dead)
-        }
-        if not taken <= self.known.taken:
-            self._change(taken=self.known.taken | taken)
+        link = self.leader_links.get(leader) if leader in self.ended else None
+        if leader and link and link.ended_in_contact and may_take(self.view, self.incarnation, leader):
+            self._change(has_taken=True)
+
+    def hand_over(self, receiver: Incarnation) -> None:
+        """Hand this node's vote to its leader, for good, before this node leaves.
+
+        The vote of a restarted member may have been taken, so it stays.
+        """
+        view, known = self.view, self.known
+        is_member = view.rank(self.incarnation) is not None or (self.settings.is_strict and self.is_voter)
+        if view.members and is_member and not known.handed_to and view.find_disk(receiver.disk_id):
+            self._change(handed_to=receiver.disk_id)
+
+    def take_over(self, giver: Incarnation, vote: Vote) -> None:
+        """Take over a vote of this node's ballot that was handed to it, and what the giver has accepted."""
+        known = self.known
+        proposals = [proposal for proposal in (known.accepted, vote.accepted) if proposal]
+        newest = max(proposals, key=lambda proposal: proposal.ballot, default=None)
+        held = known.held | vote.held | {giver.disk_id}
+        self._change(held=held, accepted=newest, has_taken=known.has_taken or vote.has_taken)
 
     def make_vote(self) -> Vote:
         """Return this node's vote for the ballot that it promised."""
         known = self.known
-        return Vote(known.view.generation, known.promised, known.accepted, known.taken)
+        return Vote(
+            known.view.generation,
+            known.promised,
+            known.accepted,
+            known.has_taken,
+            known.held,
+            known.handed_to,
+        )
 
     def may_vote_for(self, proposer: Incarnation, request: messages.RequestVote) -> bool:
-        """Return whether this node may vote in a ballot of `proposer` now: see `taken_votes`."""
-        if self.settings.is_strict:
-            return True
-
-        def is_free_of(taker: Incarnation) -> bool:
-            return taker.disk_id in request.cannot_take or self.is_free_of(taker)
-
-        return may_vote(self.view, self.incarnation, proposer, is_free_of=is_free_of)
+        """Return whether this node may vote in a ballot of `proposer` now: see `quorum`."""
+        is_free = self.settings.is_strict or request.heir_cannot_take or self.is_free_of_heir
+        return may_vote(self.view, self.incarnation, proposer, is_free_of_heir=is_free)
 
     def note_leader(self, proposer: Incarnation) -> None:
-        """Note whom this node follows, or votes for: it takes no votes of a view with another leader."""
-        if proposer != self.view.leader:
+        """Note whom this node follows, or votes for: an heir that followed a third takes no vote."""
+        if proposer not in {self.view.leader, self.incarnation}:
             self.has_followed_another = True
 
     def record_generation(self, generation: int) -> None:
@@ -209,25 +224,23 @@ class Voter:
 
     # Processes that have ended.
 
-    def is_free_of(self, process: Incarnation) -> bool:
-        """Return whether `process`, the newest view's leader or its heir, cannot take this node's vote."""
-        if process in self.ended:
+    @property
+    def is_free_of_heir(self) -> bool:
+        """Whether the heir cannot take the vote of this node, which leads the newest view, any more."""
+        heir = self.view.heir
+        if heir is None or heir in self.ended:
             return True
-        link = self._find_voting_link(process)
+        link = self.follower_links.get(heir)
         return link is None or self.now >= link.last_received_at + self.settings.node_timeout_s
-
-    def _find_voting_link(self, process: Incarnation) -> Link | None:
-        """Return the link over which one of this node and `process` may take the other's vote."""
-        return (self.leader_links if process == self.view.leader else self.follower_links).get(process)
 
     def mark_ended(self, process: Incarnation) -> None:
         """Note that a process has ended for certain, and whether that was soon after the last contact."""
         if process in self.ended or process == self.incarnation:
             return
         self.ended.add(process)
-        for link in (self.leader_links.get(process), self.follower_links.get(process)):
-            if link and not link.has_followed_another:
-                link.ended_in_contact = self.now < link.acked_sent_at + self.settings.lease_s
+        link = self.leader_links.get(process)
+        if link:
+            link.ended_in_contact = self.now < link.acked_sent_at + self.settings.lease_s
 
     def mark_former_ended(self, incarnation: Incarnation) -> None:
         """Note that the earlier processes of a node's disk have ended."""

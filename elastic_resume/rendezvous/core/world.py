@@ -1,15 +1,11 @@
-"""Define views (worlds), votes and quorums, by which each world decides its successor.
+"""Define views (worlds), ballots, proposals and votes. `quorum` has the rule by which votes decide.
 
-A `View` names the members of one generation. The members of a view decide its successor by Paxos (Lamport,
-"Paxos made simple", 2001). The reconfiguration is that of Lamport, Malkhi and Zhou, "Vertical Paxos and
-primary-backup replication", PODC 2009. This module uses neither time nor messages; `docs/concepts/worlds.md`
-has the argument.
+A `View` names the members of one generation.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -53,6 +49,8 @@ class JobEnd:
     unfinished_nodes: tuple[str, ...] = ()
     unfinished_count: int = 0
     failures: tuple[Failure, ...] = ()
+    history: str = ""
+    """That of the view which it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +58,14 @@ class View:
     """The members of one generation in rank order, and the leader that proposed it.
 
     Without members it stands for the end of the job, or with generation 0 for the time before the first view.
-    The candidates decide its successor.
+    The candidates decide its successor. `history` names the sequence, from its first view on: two jobs may
+    have the same run id, and a directory of one may come to the other.
     """
 
     generation: int
     members: tuple[Incarnation, ...]
     leader: Incarnation | None = None
+    history: str = ""
 
     def rank(self, member: Incarnation) -> int | None:
         """Return the rank of a member, or None."""
@@ -77,9 +77,18 @@ class View:
         rank = _index_disks(self).get(disk_id)
         return None if rank is None else self.members[rank]
 
+    def is_of_other_job(self, view: View) -> bool:
+        """Return whether the two views are certainly of different sequences."""
+        return bool(self.history and view.history and self.history != view.history)
+
     def find_node(self, name: str) -> Incarnation | None:
         """Return the member of that name."""
         return _index_names(self).get(name)
+
+    @property
+    def disks(self) -> AbstractSet[str]:
+        """The disks of the members."""
+        return _index_disks(self).keys()
 
     @property
     def heir(self) -> Incarnation | None:
@@ -129,79 +138,15 @@ class Vote:
     """What a node promises for the successor of the view of `generation`.
 
     Its workers of that view have ended and will not begin again, and it accepts no ballot before `ballot`.
-    `accepted` is the newest proposal that it has accepted, `taken` the disks whose votes it has taken.
+    `accepted` is the newest proposal that it has accepted.
     """
 
     generation: int
     ballot: Ballot
     accepted: Proposal | None = None
-    taken: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Electorate:
-    """Who decides the successor of a view: its members, or the candidates if it has none.
-
-    A voter is known by its key: its disk's id, or its place among the candidates.
-    """
-
-    view: View
-    candidate_count: int
-
-    def find_key(self, incarnation: Incarnation) -> str | None:
-        """Return the key of a node that may vote, or None."""
-        if self.view.members:
-            return incarnation.disk_id if self.view.find_disk(incarnation.disk_id) else None
-        index = incarnation.candidate_index
-        return None if index is None or index >= self.candidate_count else f"candidate {index}"
-
-    def count(self, nodes: Iterable[Incarnation]) -> int:
-        """Return how many voters are among these nodes."""
-        if self.view.members:
-            return len(_index_disks(self.view).keys() & {node.disk_id for node in nodes})
-        return len({self.find_key(node) for node in nodes} - {None})
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """The keys of all voters."""
-        if self.view.members:
-            return frozenset(_index_disks(self.view))
-        return frozenset(f"candidate {index}" for index in range(self.candidate_count))
-
-    @property
-    def votes_needed(self) -> int:
-        """How many votes are surely enough."""
-        return (len(self.view.members) or self.candidate_count) // 2 + 1
-
-    def has_quorum(self, voters: AbstractSet[str]) -> bool:
-        """Return whether these keys, all of voters, are a quorum. Any two quorums share a voter.
-
-        More than half are one. Of a view, exactly half are one too if rank 0 is among them.
-        """
-        members = self.view.members
-        if not members:
-            return 2 * len(voters) > self.candidate_count
-        twice = 2 * len(voters) - len(members)
-        return twice > 0 or (twice == 0 and members[0].disk_id in voters)
-
-
-def find_proposal_to_repeat(
-    electorate: Electorate, accepted: Mapping[str, Proposal | None]
-) -> Proposal | None:
-    """Return the proposal that has to be proposed again, because it may be decided; None if there is none.
-
-    `accepted` has what voters have accepted. Only the proposal of the greatest ballot may be decided. It is
-    not if they are a quorum, and those that report another or none leave no quorum for it.
-    """
-    proposals = [proposal for proposal in accepted.values() if proposal]
-    if not proposals:
-        return None
-    newest = max(proposals, key=lambda proposal: proposal.ballot)
-    others = {
-        disk_id
-        for disk_id, proposal in accepted.items()
-        if proposal is None or (proposal.view, proposal.end) != (newest.view, newest.end)
-    }
-    if electorate.has_quorum(electorate.keys - others) or not electorate.has_quorum(accepted.keys()):
-        return newest
-    return None
+    has_taken: bool = False
+    """It has taken the vote of the view's leader: see `quorum.breaks_tie`."""
+    held: frozenset[str] = frozenset()
+    """Disks that have handed their votes to this one, as they left."""
+    handed_to: str = ""
+    """The disk to which this node has handed its vote."""

@@ -44,7 +44,8 @@ def pack_view(view: View) -> str:
     if cached is not None:  # it keeps the view, so that no other one has its id
         return cached[1]
     leader = _pack_member(view.leader) if view.leader else ""
-    text = ";".join([str(view.generation), leader, *map(_pack_member, view.members)])
+    head = [str(view.generation), quote(view.history, safe=_UNQUOTED_CHARS), leader]
+    text = ";".join([*head, *map(_pack_member, view.members)])
     _cache_view(text, view)
     return text
 
@@ -80,11 +81,12 @@ def _pack_member(member: Incarnation) -> str:
 
 
 def _parse_view(text: str) -> View:
-    generation, *fields = text.split(";", MAX_MEMBERS + 2)
+    generation, history, *fields = text.split(";", MAX_MEMBERS + 3)
     if not 1 <= len(fields) <= MAX_MEMBERS + 1:
         raise ValueError("no leader, or too many members")
     leader = _parse_member(fields[0]) if fields[0] else None
-    return View(_parse_number(generation), tuple(map(_parse_member, fields[1:])), leader)
+    members = tuple(map(_parse_member, fields[1:]))
+    return View(_parse_number(generation), members, leader, _parse_field(history))
 
 
 def _parse_member(text: str) -> Incarnation:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -84,7 +83,7 @@ class DurableStateFile:
                 "--ckpt-dir of its own, or remove the file."
             )
         if launch_id and self._launch_id and launch_id != self._launch_id:
-            return replace(state, view=NO_VIEW, accepted=None, taken=frozenset())
+            return state.with_view(NO_VIEW)
         return state
 
 

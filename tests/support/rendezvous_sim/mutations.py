@@ -13,18 +13,19 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from elastic_resume.rendezvous.core import taken_votes, view_change, voter
+from elastic_resume.rendezvous.core import decision, quorum, view_change, voter
 from elastic_resume.rendezvous.core.decision import Decision
+from elastic_resume.rendezvous.core.quorum import CastVotes, Electorate
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.voter import Voter
-from elastic_resume.rendezvous.core.world import Electorate, Incarnation, View, Vote
+from elastic_resume.rendezvous.core.world import Incarnation, View
 
 Patch = tuple[object, str, Any]
 """A class or module, the name of one of its attributes, and the attribute's value under the mutation."""
 
 
 def _take_any_half(self: Electorate, voters: AbstractSet[str]) -> bool:
-    return 2 * len(voters) >= (len(self.view.members) or self.candidate_count + 1)
+    return self.compare_with_half(len(voters)) >= 0
 
 
 def _end_without_quorum() -> list[Patch]:
@@ -33,7 +34,7 @@ def _end_without_quorum() -> list[Patch]:
     def propose_end(self: view_change.ViewChange) -> None:
         if self.end and not self.decision.proposal:
             end = replace(self.end, generation=1 + self.state.voter.known.max_generation)
-            self.decision.propose(View(end.generation, ()), end, {})
+            self.decision.propose(View(end.generation, ()), end)
         advance(self)
 
     def has_ended(self: view_change.ViewChange) -> bool:
@@ -48,19 +49,41 @@ def _end_without_quorum() -> list[Patch]:
 def _mark_ended_whenever(self: Voter, process: Incarnation) -> None:
     if process != self.incarnation:
         self.ended.add(process)
-        for link in (self.leader_links.get(process), self.follower_links.get(process)):
-            if link:
-                link.ended_in_contact = True
+        link = self.leader_links.get(process)
+        if link:
+            link.ended_in_contact = True
 
 
-def _count_leader_first() -> Callable[..., dict[str, Vote]]:
-    find_counted = taken_votes.find_counted
+def _count_leader_first() -> Callable[..., bool]:
+    breaks_tie = quorum.breaks_tie
 
-    def count(*args: Any, is_free_of_heir: bool) -> dict[str, Vote]:
+    def breaks(*args: Any, is_free_of_heir: bool) -> bool:
         del is_free_of_heir
-        return find_counted(*args, is_free_of_heir=True)
+        return breaks_tie(*args, is_free_of_heir=True)
 
-    return count
+    return breaks
+
+
+def _count_anyone() -> Callable[..., bool]:
+    breaks_tie = quorum.breaks_tie
+
+    def breaks(view: View, proposer: Incarnation, counted: CastVotes, **kwargs: bool) -> bool:
+        has_taken = any(vote.has_taken for _, vote in counted.values())
+        return has_taken or breaks_tie(view, proposer, counted, **kwargs)
+
+    return breaks
+
+
+def _count_restarted(view: View, _: Incarnation, counted: CastVotes, *, is_free_of_heir: bool) -> bool:
+    del is_free_of_heir
+    heirs = counted.get(view.heir.disk_id) if view.heir else None
+    has_taken = heirs is not None and heirs[1].has_taken
+    return has_taken or (view.leader is not None and view.leader.disk_id in counted)
+
+
+def _count_handed(cast: CastVotes) -> CastVotes:
+    held = {key: entry for entry in cast.values() for key in entry[1].held}
+    return {**held, **cast}
 
 
 @contextlib.contextmanager
@@ -74,7 +97,10 @@ def apply_mutation(name: str) -> Iterator[None]:
 
 MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     # Exactly half of a view's members are a quorum, whichever half.
-    "any-half": lambda: [(Electorate, "has_quorum", _take_any_half)],
+    "any-half": lambda: [
+        (Electorate, "has_quorum", _take_any_half),
+        (decision, "breaks_tie", lambda *_, **__: True),
+    ],
     # A node votes on the next view while its workers run.
     "vote-while-running": lambda: [(NodeState, "has_stopped", lambda _: True)],
     # A new leader proposes what it likes, whatever others have accepted.
@@ -85,12 +111,17 @@ MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     "newcomers-vote": lambda: [(Electorate, "find_key", lambda _, node: node.disk_id)],
     # The leader ends the job without a decision.
     "end-undecided": _end_without_quorum,
-    # Any member takes the vote of any other that it knows to have ended.
-    "anyone-takes": lambda: [(voter, "may_take", lambda _, taker, dead: taker != dead)],
+    # Any member takes the vote of a leader that it knows to have ended.
+    "anyone-takes": lambda: [
+        (voter, "may_take", lambda _, taker, dead: taker != dead),
+        (decision, "breaks_tie", _count_anyone()),
+    ],
     # A vote is taken however long ago the last contact was.
     "late-taking": lambda: [(Voter, "mark_ended", _mark_ended_whenever)],
     # The leader of a view does not wait for its heir's vote.
-    "leader-votes-first": lambda: [(taken_votes, "find_counted", _count_leader_first())],
-    # A restarted member votes, although its vote may have been taken.
-    "restarted-vote": lambda: [(taken_votes, "find_restarted", lambda _, cast, __: set(cast))],
+    "leader-votes-first": lambda: [(decision, "breaks_tie", _count_leader_first())],
+    # A restarted leader votes, although its vote may have been taken.
+    "restarted-vote": lambda: [(decision, "breaks_tie", _count_restarted)],
+    # A node that has handed its vote over votes nevertheless.
+    "handed-vote": lambda: [(decision, "find_counted", _count_handed)],
 }

@@ -52,7 +52,7 @@ KINDS_BY_FAMILY = {
 MAX_DURATION_S = {"slow": 8.0, "slowish": 12.0, "disk": 8.0, "pause": 8.0, "suspend": 12.0, "stuck": 12.0}
 """The longest duration of faults that would hide all others."""
 STRICT_PROBABILITY = 0.15
-"""Share of the jobs without the exception of `taken_votes`: only there clocks stop."""
+"""Share of the jobs without the exception of `quorum`: only there clocks stop."""
 SPARE_PROBABILITY = 0.2
 """Share of the attacks that are played with one node more than the job takes."""
 LATEST_START_S = 15.0

@@ -10,13 +10,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import combinations, permutations
 
 from elastic_resume.rendezvous.core.messages import Header, Heartbeat
-from elastic_resume.rendezvous.core.taken_votes import are_others_replaced, find_counted, find_restarted
-from elastic_resume.rendezvous.core.world import Electorate, Incarnation, View
+from elastic_resume.rendezvous.core.quorum import Electorate, are_others_replaced, breaks_tie, find_counted
+from elastic_resume.rendezvous.core.world import Incarnation, View
 from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
     FEW_VIEWS,
@@ -378,16 +377,15 @@ class Simulation:
         }
         if not newest.members:
             return len(present) == len(self.nodes) or electorate.has_quorum(cast.keys())
-        if self.settings.is_strict:
-            return electorate.has_quorum(cast.keys())
-
-        def count(replaced_nodes: set[str]) -> AbstractSet[str]:
-            nobody, restarted = Incarnation("", ""), find_restarted(newest, cast, replaced_nodes)
-            return find_counted(newest, nobody, cast, restarted, is_free_of_heir=True).keys()
-
+        counted = find_counted(cast)
+        surplus = electorate.compare_with_half(len(counted))
+        if surplus > 0 or self.settings.is_strict:
+            return electorate.has_quorum(counted.keys())
         disks = {member.node: member.disk_id for member in newest.members}
         replaced = {node.node for node in present if disks.get(node.node, node.disk_id) != node.disk_id}
-        return electorate.has_quorum(count(set())) or are_others_replaced(newest, count(replaced), replaced)
+        nobody = Incarnation("", "")
+        is_broken = surplus == 0 and breaks_tie(newest, nobody, counted, is_free_of_heir=True)
+        return is_broken or are_others_replaced(electorate, counted, replaced)
 
     def _describe_shortfall(self, part: set[str]) -> str:
         """Describe what is missing for the required view; empty if nothing is."""

@@ -43,6 +43,7 @@ from elastic_resume.policy.reasons import (
     NodeRefused,
     NodesUnreachable,
     NoLeader,
+    OtherJob,
     Signalled,
     TooFewNodes,
     ViewEnd,
@@ -94,6 +95,14 @@ SENTENCES: list[tuple[Any, str]] = [
     (
         LeaderWaits("a", reasons.Wait.LINK_BROKEN),
         "the leader a started no generation with this node: a connection has just broken",
+    ),
+    (
+        NodeRefused("a:1", OtherJob("b", 3, ("c", "d"), is_running=True)),
+        (
+            "a:1 refuses this node: the directory of b knows generation 3 of c, d, of another job with "
+            "the same run id: give each job its own --rdzv-id; if that one is over, remove "
+            "rendezvous.json there"
+        ),
     ),
     (
         NodeRefused("a:1", NameTaken("b")),

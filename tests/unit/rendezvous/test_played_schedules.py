@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.policy.reasons import Loss, NodeLost, Signalled
+from elastic_resume.policy.reasons import Loss, NodeLost, NodeRefused, Signalled
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
+from tests.support.rendezvous_sim.mutations import apply_mutation
 from tests.support.rendezvous_sim.scenario import Scenario
+from tests.support.rendezvous_sim.schedule import LOST_DISKS, WAIVED_INVARIANTS
 
 NEWCOMER = Incarnation("x", "disk of x", 1, "x")
 
@@ -69,15 +71,30 @@ def test_end_of_the_job_has_a_generation_of_its_own() -> None:
     assert scenario.checkers.find_whole_views(), "the end of the first run ended the second"
 
 
-def test_taken_vote_counts_only_when_it_is_on_disk() -> None:
-    """A takes b's vote for a view with the spare d, and dies before the write ends."""
-    scenario = Scenario("nodes=a,b,c,d candidates=a,b,c nnodes=1:3")
-    scenario.play("start a b c; run 5; start d; run 2; partition a b d | c; run 2; leave b")
-    scenario.run_until(lambda: find_proposal(scenario, "a"))
-    scenario.play("kill b")
-    scenario.run_until(lambda: get_state(scenario, "a").view.generation > 1)
-    scenario.play("kill a; run 1; partition d | a b c; start a b; run 14")
-    assert not scenario.checkers.violations
+@pytest.mark.parametrize(("rule", "worlds"), [("", 1), ("handed-vote", 2)])
+def test_node_that_handed_its_vote_over_has_it_no_more(rule: str, worlds: int) -> None:
+    """A leaves, and b gets its vote. Then a is back beside c, beyond a cut from b."""
+    with apply_mutation(rule):
+        scenario = start_job(options="nnodes=1:3 strict")
+        for name in "bc":
+            scenario.nodes[name].max_stop_s = 8.0
+        scenario.play("leave a; run 3; partition b | a c; start a; run 30")
+        assert len(scenario.checkers.find_whole_views()) == worlds
+        assert bool(scenario.checkers.violations) == (worlds == 2)
+
+
+@pytest.mark.parametrize("first", ["a b", "c"])
+def test_node_of_another_job_with_the_same_run_id_ends_nothing(first: str) -> None:
+    """A and b begin anew with empty directories. C knows an old world of four, and starts later, or first."""
+    scenario = start_job("a,b,c,d")
+    scenario.play("kill a b c d; wipe-disk a b; run 1")
+    scenario.checkers.waived = WAIVED_INVARIANTS[LOST_DISKS]
+    scenario.play("start a b; run 10; kill a b; run 1")
+    second = "c" if first == "a b" else "a b"
+    scenario.play(f"start {first}; run 20; start {second}; run 30")
+    assert whole_members(scenario) == "ab"
+    refused = [fact.reason for _, name, fact in scenario.facts if isinstance(fact, interface.EndMembership)]
+    assert any(isinstance(reason, NodeRefused) and "c" in str(reason) for reason in refused)
 
 
 def test_hello_of_a_former_process_does_not_remove_the_present_one() -> None:
@@ -226,10 +243,9 @@ def test_crowd_goes_on_when_its_lowest_ranks_lose_power() -> None:
 
 def test_followers_killed_twice_stop_nobody() -> None:
     """Their second processes have introduced themselves and not joined when they die too."""
-    scenario = start_job(options="nnodes=1:3")
-    scenario.play("begin-preparation b c; kill b c; start b c; run 0.1; kill b c; run 10")
-    ((_, members),) = scenario.checkers.find_whole_views()
-    assert len(members) == 1
+    scenario = start_job("a,b,c,d", "nnodes=1:4")
+    scenario.play("begin-preparation c d; kill c d; start c d; run 0.1; kill c d; run 10")
+    assert whole_members(scenario) == "ab"
 
 
 @pytest.mark.parametrize("fault", ["reset", "die"])

@@ -71,13 +71,13 @@ SEARCHED_FIRST = {
     "end-undecided": 110,
     "vote-while-running": 45,
     "nothing-bound": 40,
-    "anyone-takes": 205,
+    "anyone-takes": 1340,
     "late-taking": 30,
 }
 """Seeds shortly before the first that found a rare mutation; the search goes round all of them from there."""
 
 
-@pytest.mark.parametrize("rule", MUTATIONS)
+@pytest.mark.parametrize("rule", MUTATIONS.keys() - {"handed-vote"})  # `test_played_schedules.py` has that
 def test_broken_rule_forms_two_views(rule: str) -> None:
     """Without any one clause a schedule decides two views, and a checker reports it."""
     first = SEARCHED_FIRST.get(rule, 0)

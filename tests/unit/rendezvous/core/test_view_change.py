@@ -14,8 +14,6 @@ from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.view_change import (
     MAX_ARGUMENTS_NAMED,
-    MAX_BACKOFF_S,
-    Backoff,
     compare_arguments,
 )
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, View
@@ -30,10 +28,8 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
     state.adopt_view(view)
     peers = PeerTable()
     peers.add(Peer(former, Link(-1, peer=former)))
-    admission = Admission(state, peers, lambda peer, _: peers.remove(peer.incarnation))
-    hello = Hello(
-        newer, view, Ballot(), 2, has_followed_another=False, node_timeout_s=3.0, min_nodes=1, max_nodes=3
-    )
+    admission = Admission(state, peers, lambda peer, _: peers.remove(peer.incarnation), bool)
+    hello = Hello(newer, view, Ballot(), 2, node_timeout_s=3.0, min_nodes=1, max_nodes=3)
     refused = admission.check_hello(hello)
     assert refused is not None
     assert refused.refusal == SettingDiffers("host 1 of the list in --rdzv-endpoint", "missing", "a")
@@ -42,7 +38,6 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
         view,
         Ballot(),
         2,
-        has_followed_another=False,
         node_timeout_s=3.0,
         min_nodes=1,
         max_nodes=3,
@@ -50,21 +45,6 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
     )
     assert admission.check_hello(hello) is None
     assert state.voter.ended == {former}
-
-
-def test_each_setback_doubles_the_wait() -> None:
-    """The first costs nothing, a view that lasts forgets them, and the wait has a limit."""
-    node, backoff = Incarnation("d", "disk"), Backoff(node_timeout_s=3.0)
-    waits = []
-    for _ in range(4):
-        backoff.add(node, 10.0)
-        waits.append(backoff.wait_until(node) - 10.0)
-    assert waits == [0.0, 3.0, 9.0, 21.0]
-    for _ in range(9):
-        backoff.add(node, 10.0)
-    assert backoff.wait_until(node) == 10.0 + MAX_BACKOFF_S
-    backoff.remove(node)
-    assert backoff.wait_until(node) < 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +61,7 @@ def test_admission_names_the_first_candidate_that_differs(
 ) -> None:
     """The order counts: a candidate's place is its vote before the first view."""
     state = NodeState(RendezvousSettings(("a", "b", "c")), Incarnation("a", "disk a", 1, "a", 0), None, 0.0)
-    admission = Admission(state, PeerTable(), lambda *_: None)
+    admission = Admission(state, PeerTable(), lambda *_: None, bool)
     sender = Incarnation("x", "disk x", 1, "x")
     hello = replace(state.make_hello(), sender=sender, candidates=theirs)
     refused = admission.check_hello(hello)

@@ -79,7 +79,7 @@ def test_follower_keeps_a_leader_whose_name_leads_to_another_machine() -> None:
     node = RendezvousNode(SETTINGS, Incarnation("b", "disk b", 1, "b:1", 1), None, 0.0)
     (call,) = [effect for effect in feed(node, 0.0, Tick()) if isinstance(effect, Connect)]
     leader = Incarnation("a", "disk a", 1, call.address, 0)
-    welcome = Welcome(leader, NO_VIEW, has_followed_another=False)
+    welcome = Welcome(leader, NO_VIEW)
     feed(node, 0.1, PeerConnected(call.conn_id, "10.0.0.1"))
     feed(node, 0.1, MessageReceived(call.conn_id, Header(1, 0), welcome))
     (redial,) = [

@@ -21,7 +21,7 @@ from elastic_resume.schedulers import environment
 A, B = Incarnation("a", "1", 2, "a:1", 0), Incarnation("b", "2", 1, "b:1")
 BALLOT = Ballot(3, "1", 2)
 STATE = PersistentState(
-    A, View(4, (A, B), A), BALLOT, Proposal(BALLOT, View(5, (A,), A)), frozenset({"2"}), 5
+    A, View(4, (A, B), A), BALLOT, Proposal(BALLOT, View(5, (A,), A)), 5, held=frozenset({"2"})
 )
 
 
@@ -55,7 +55,7 @@ def test_state_file_with_a_changed_digit_is_an_error(tmp_path: Path) -> None:
     """The digest covers the whole state."""
     DurableStateFile(tmp_path).write(STATE)
     record = json.loads((tmp_path / RENDEZVOUS_STATE_FILE).read_text())
-    record["memory"][-1] += 1
+    record["memory"][5] += 1
     (tmp_path / RENDEZVOUS_STATE_FILE).write_text(json.dumps(record))
     with pytest.raises(NodeFileError):
         DurableStateFile(tmp_path)
@@ -93,7 +93,7 @@ def test_new_launch_of_the_whole_job_forgets_earlier_views(
     DurableStateFile(tmp_path, launch_id=before).write(STATE)
     state = DurableStateFile(tmp_path, launch_id=now).state
     assert state is not None
-    expected = replace(STATE, view=NO_VIEW, accepted=None, taken=frozenset()) if forgotten else STATE
+    expected = replace(STATE, view=NO_VIEW, accepted=None, held=frozenset()) if forgotten else STATE
     assert state == expected
 
 

@@ -303,19 +303,19 @@ MEMBER = "node,disk,host:1,1,"
     "view",
     [
         5,
-        ["1;"],
+        ["1;;"],
         "1",
-        ";".join(["1", "", *[MEMBER] * (codec.MAX_MEMBERS + 1)]),
-        f"1;;{MEMBER},",
-        f"1;;{'n' * 4097},disk,host:1,1,",
-        "1;;ä,disk,host:1,1,",
-        "1;;%ff,disk,host:1,1,",
-        *(f"{number};" for number in ("-1", "1.0", "", "\u0661", "0" * 16 + "1", str((1 << 53) + 1))),
+        ";".join(["1", "", "", *[MEMBER] * (codec.MAX_MEMBERS + 1)]),
+        f"1;;;{MEMBER},",
+        f"1;;;{'n' * 4097},disk,host:1,1,",
+        "1;;;ä,disk,host:1,1,",
+        "1;;;%ff,disk,host:1,1,",
+        *(f"{number};;" for number in ("-1", "1.0", "", "\u0661", "0" * 16 + "1", str((1 << 53) + 1))),
     ],
 )
 def test_text_that_is_no_view_is_refused(view: object) -> None:
     """Each limit holds; what is at the limit is a view."""
-    for text in (f"1;;{'n' * 4096},disk,host:1,1,", f"{1 << 53};", f"{'0' * 15}1;"):
+    for text in (f"1;;;{'n' * 4096},disk,host:1,1,", f"{1 << 53};;", f"{'0' * 15}1;;"):
         codec.decode_view(text, "view")
     with pytest.raises(ProtocolError, match="body: not a view"):
         codec.decode_view(view, "body")
@@ -323,9 +323,9 @@ def test_text_that_is_no_view_is_refused(view: object) -> None:
 
 def test_view_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caches hold few views, and each within a limit."""
-    monkeypatch.setattr(codec, "MAX_CACHED_CHARS", 2)
-    assert codec.decode_view("1;", "") is codec.decode_view("1;", "")
-    assert codec.decode_view("10;", "") is not codec.decode_view("10;", "")
+    monkeypatch.setattr(codec, "MAX_CACHED_CHARS", 3)
+    assert codec.decode_view("1;;", "") is codec.decode_view("1;;", "")
+    assert codec.decode_view("10;;", "") is not codec.decode_view("10;;", "")
 
 
 @pytest.mark.parametrize(
@@ -429,18 +429,18 @@ def test_signed_line_is_accepted_once_in_order_by_its_receiver_only(status_only:
 
 
 def test_messages_of_the_largest_job_fit_the_limits() -> None:
-    """Names are long and share nothing, a proposal is open, and half of the members' votes are taken."""
+    """Names are long and share nothing, a proposal is open, and the voter holds half of the votes."""
     rng = random.Random(0)
     names = [f"{rng.getrandbits(128):032x}-{n:05}.cluster.example.com" for n in range(MAX_NODES)]
     members = tuple(Incarnation(name, f"{rng.getrandbits(64):016x}", 1, f"{name}:29400") for name in names)
     view = View(7, members, members[0])
     ballot = Ballot(9, members[0].disk_id, 1)
     proposal = Proposal(ballot, View(8, members[1:], members[1]))
-    taken = frozenset(member.disk_id for member in members[: MAX_NODES // 2])
+    held = frozenset(member.disk_id for member in members[: MAX_NODES // 2])
     failure = Failure("crash", names[0], 0, message="x" * 4000)
     messages: list[Message] = [
-        Hello(members[0], view, ballot, 8, has_followed_another=False),
-        Vote(7, ballot, proposal, taken),
+        Hello(members[0], view, ballot, 8),
+        Vote(7, ballot, proposal, held=held),
         Propose(7, proposal),
         Decided(view),
         StartView(9, f"{names[0]}:29400", (8,) * MAX_NODES, 10**9, (failure,) * MAX_FAILURES),
@@ -467,7 +467,7 @@ def test_large_view_is_cached() -> None:
     ]
     assert (read, read.leader) == (view, members[3])
     assert codec.decode_view(text + "", "view") is read
-    assert codec.pack_view(View(1, members[1:2], members[1])) == "1;" + ";".join(
+    assert codec.pack_view(View(1, members[1:2], members[1])) == "1;;" + ";".join(
         ["node%2C1%3B%25%C3%A9,disk1,[::1]:1,1,1"] * 2
     )
 
@@ -475,7 +475,7 @@ def test_large_view_is_cached() -> None:
 def test_view_caches_are_bounded() -> None:
     """Many different views do not fill the memory."""
     for generation in range(100):
-        codec.decode_view(f"{generation};a,b,c,1,", "view")
+        codec.decode_view(f"{generation};;a,b,c,1,", "view")
     assert len(codec._view_cache) <= codec.MAX_CACHED_VIEWS
     assert len(codec._text_cache) <= codec.MAX_CACHED_VIEWS
 

@@ -109,7 +109,6 @@ def make_hello(
         NO_VIEW,
         Ballot(),
         0,
-        has_followed_another=False,
         node_timeout_s=node_timeout_s,
         min_nodes=1,
         max_nodes=max_nodes,

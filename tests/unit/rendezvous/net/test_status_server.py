@@ -98,7 +98,7 @@ def test_status_key_does_not_admit_a_member(pair: list[SocketNode], monkeypatch:
                 authenticate(peer, STATUS_KEY)
             assert is_disconnected(peer)
     with status_client(pair[0].address) as peer:
-        send_messages(peer, Hello(A, NO_VIEW, Ballot(), 99, has_followed_another=False))
+        send_messages(peer, Hello(A, NO_VIEW, Ballot(), 99))
         assert is_disconnected(peer)
     check_undisturbed(pair)
 
