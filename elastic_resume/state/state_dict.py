@@ -32,6 +32,7 @@ from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.shards import Shards, shard_index, tensor_name
 from elastic_resume.errors import ConfigError, UntrackableError
 from elastic_resume.state import dtensors
+from elastic_resume.state.generators import wrap_generator
 
 # safetensors' name of each dtype. Complex tensors are stored as pairs of reals.
 NAME_BY_DTYPE: dict[torch.dtype, str] = {
@@ -242,6 +243,7 @@ def _make_trackable(name: str, item: Any) -> Any:
     """Return the object to track for ``item``. Raise UntrackableError if there is none."""
     if is_tensor_container(item):
         return TrackedTensors(name, item)
+    item = wrap_generator(name, item)
     if isinstance(item, type) or not (
         callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
     ):
