@@ -78,6 +78,7 @@ SHORTER = (
 )
 # Sessions of many commands, of what other tests run too: only `make soak` has the time for them.
 SLOW_SESSIONS = {
+    "docs/getting-started/first-failure.md",
     "docs/guides/lightning.md",
     "docs/guides/several-machines.md",
     "docs/guides/torchrun.md",

@@ -133,6 +133,7 @@ def change_world(tmp_path: Path, case: str) -> tuple[JobRecords, list[dict[str, 
     return JOB.run_in_changing_worlds(tmp_path, *options, pauses=(6, 9))
 
 
+@pytest.mark.soak
 def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
     """With a global batch that stays, each step has the samples that it has in one process."""
     found, _ = change_world(tmp_path, "global-batches")

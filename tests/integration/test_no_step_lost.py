@@ -111,7 +111,13 @@ def finished_by_all(kept: Path) -> dict[int, list[int]]:
     return steps
 
 
-@pytest.mark.parametrize("words", [(), ("--restartable",)], ids=["restart", "in-process"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="restart"),
+        pytest.param(("--restartable",), id="in-process", marks=pytest.mark.soak),
+    ],
+)
 def test_no_finished_step_is_recomputed(cluster: Cluster, tmp_path: Path, words: tuple[str, ...]) -> None:
     """The end state is bit-identical to that of an undisturbed run.
 
