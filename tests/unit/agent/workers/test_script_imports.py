@@ -30,6 +30,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[li
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     import loaded.part  # type: ignore[import-not-found]  # noqa: PLC0415
 
+    monkeypatch.setattr(script_imports, "LIKELY_FIRST", {"loaded.part"})
     loaded.number = loaded.part.number = 7  # a second import would lose these
     executed: list[list[str]] = []
 
