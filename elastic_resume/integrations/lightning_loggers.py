@@ -171,18 +171,27 @@ class Loggers(RankState):
                 set_known(callback, "overwrite", True)
 
     def _open(self) -> None:
-        """Open the CSV files before Lightning does, and keep the rows that are there."""
+        """Open the CSV files before Lightning does, and keep the rows that are there.
+
+        Loggers without a version take theirs in the Trainer's order, as where Lightning opens them.
+        """
         self._is_first = True
-        for index, one in enumerate(self._csv):
-            metrics = Path(one.log_dir) / "metrics.csv"
-            if metrics.exists():
-                _keep(metrics)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Experiment logs directory")
-                writer = one.experiment
-            self._writers.append(writer)
-            self._rows_written.append(0)
-            writer.save = functools.partial(self._save_counted, index, writer.save)
+        for one in self._trainer.loggers:
+            if one in self._csv:
+                self._open_csv(one)
+            elif one in self._boards:  # its directory keeps the version from the next logger
+                one._fs.makedirs(one.log_dir, exist_ok=True)  # noqa: SLF001
+
+    def _open_csv(self, one: Any) -> None:
+        metrics = Path(one.log_dir) / "metrics.csv"
+        if metrics.exists():
+            _keep(metrics)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Experiment logs directory")
+            writer = one.experiment
+        writer.save = functools.partial(self._save_counted, len(self._writers), writer.save)
+        self._writers.append(writer)
+        self._rows_written.append(0)
 
     def _save_counted(self, index: int, save: Callable[[], None]) -> None:
         writer = self._writers[index]
