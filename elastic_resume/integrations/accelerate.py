@@ -9,7 +9,8 @@ accelerator, restores them by `er.resume`, and replaces these methods of the giv
 - ``prepare_data_loader``, ``register_for_checkpointing``: refuse what would read a part of the samples, or
   would not be restored.
 
-It also takes over the loader that the script has made (`accelerate_loader`).
+It also takes over the loader that the script has made, and then lets ``gather`` take shares of different
+sizes (`accelerate_loader`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ METHODS = (
     "load_state input_dir",
     "skip_first_batches dataloader",
     "register_for_checkpointing objects",
+    "gather tensor",
 )
 require_methods("accelerate", OLDEST, BELOW, {"accelerate.Accelerator": METHODS})
 
@@ -139,6 +141,7 @@ def prepare(
             run.ddp(module)  # sets the recorded bucket order in Accelerate's DDP
     if batches is not None:
         accelerate_loader.read_for_run(accelerator, data, run)
+        accelerate_loader.gather_uneven(accelerator, batches)
     _replace_methods(accelerator, run, optimizer)
     return Prepared(run, model, optimizer, scheduler)
 

@@ -8,18 +8,21 @@ start, and the checkpoint keeps it. As a prepared loader it moves each batch to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import send_to_device
+from accelerate.utils import recursively_apply, send_to_device
+from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from elastic_resume.data.batch_size import KEEP_LOCAL, BatchSizing
 from elastic_resume.data.elastic_sampler import has_our_batches
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import ConfigError
+from elastic_resume.integrations import set_known
 from elastic_resume.training.run import Run
 
 
@@ -27,6 +30,8 @@ class FirstWorldBatches(GlobalBatches):
     """Global batches of a number of samples for each process of the job's first start."""
 
     _class_name = "the loader"
+    read_weight = 1.0
+    """`Run.loss_weight` of the batch that the loop has read; 1.0 outside of a loop over the loader."""
 
     def __init__(self, dataset_size: int, local_batch: int, processes: int, **arguments: Any) -> None:
         """``local_batch`` is the number of samples of one process in an optimizer step."""
@@ -94,21 +99,54 @@ def read_for_run(accelerator: Accelerator, loader: Any, run: Run) -> None:
 
     A ``for`` statement looks up ``__iter__`` in the object's class, so the object gets a class of its own.
     """
-    kind, has_parts = type(loader), loader.batch_sampler.micro_batch is not None
+    kind, batches = type(loader), loader.batch_sampler
 
     class Plain:
         def __iter__(self) -> Iterator[Any]:
             return kind.__iter__(loader)  # type: ignore[no-any-return]
 
     def iterate(_: Any) -> Iterator[Any]:
-        for batch in run.micro_batches(Plain()) if has_parts else Plain():
-            if not accelerator.device_placement:
-                yield batch
-            else:
-                yield send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)
+        try:
+            for batch in Plain() if batches.micro_batch is None else run.micro_batches(Plain()):
+                batches.read_weight = run.loss_weight
+                if not accelerator.device_placement:
+                    yield batch
+                else:
+                    yield send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)
+        finally:
+            batches.read_weight = 1.0
 
     names = {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     loader.__class__ = type(kind.__name__, (kind,), names)
+
+
+def gather_uneven(accelerator: Accelerator, batches: FirstWorldBatches) -> None:
+    """Let ``accelerator.gather``, and so ``gather_for_metrics``, take the unequal shares of a short batch.
+
+    Shares are padded, and the result is cut to their samples. A rank without a share has read a sample of
+    another one, whose row is left out.
+    """
+    original: Callable[[Any], Any] = accelerator.gather
+
+    def gather_rows(tensor: Tensor) -> Any:
+        if tensor.ndim == 0:
+            return original(tensor)
+        size = len(tensor)
+        counted = 0 if size == 1 and batches.read_weight == 0.0 else size
+        sizes = original(torch.tensor([[size, counted]], device=tensor.device)).tolist()
+        most = max(size for size, _ in sizes)
+        padding = tensor.new_zeros((most - size, *tensor.shape[1:]))
+        parts = original(torch.cat([tensor, padding])).split(most)
+        return torch.cat([part[:counted] for part, (_, counted) in zip(parts, sizes, strict=False)])
+
+    def gather(tensor: Any) -> Any:
+        # A weight of 1.0 means equal shares, and is one on all ranks or on none.
+        if batches.read_weight == 1.0 or accelerator.gradient_state.in_dataloader:  # a loader for evaluation
+            return original(tensor)
+        return recursively_apply(gather_rows, tensor, error_on_other_type=True)
+
+    functools.update_wrapper(gather, original)
+    set_known(accelerator, "gather", gather)
 
 
 def step_per_process(scheduler: AcceleratedScheduler, batches: FirstWorldBatches) -> None:

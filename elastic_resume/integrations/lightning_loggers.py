@@ -41,7 +41,10 @@ _PLACE = ("ckpt_dir", "run_id", "node_name")
 
 
 class Loggers(RankState):
-    """The CSVLoggers and TensorBoardLoggers of one Trainer. Only rank 0 writes."""
+    """The CSVLoggers and TensorBoardLoggers of one Trainer. Only rank 0 writes.
+
+    ``has_started`` is whether the run's directory has had an earlier start that came to its training.
+    """
 
     def __init__(self, trainer: Any, library: Any, resume_options: Mapping[str, Any]) -> None:
         """Give them the versions of an earlier start of this run. Called on all ranks, before they log."""
@@ -61,8 +64,10 @@ class Loggers(RankState):
         self._file = node_dir / constants.LOGGER_VERSIONS_FILE
         self._unnumbered = [one for one in (*self._csv, *self._boards) if one._version is None]  # noqa: SLF001
         is_new = resume_options.get("resume") == "never"
-        self._noted = None if is_new else self._read_noted()  # None before this run's first start
-        self._set_versions(self._find_versions())
+        noted = self._read_noted()  # None before this run's first start
+        self._noted = None if is_new else noted
+        self.has_started, versions = self._find_versions(noted is not None)
+        self._set_versions(versions)
         if read_rank_and_world_size()[0] == 0:
             self._open()
 
@@ -134,20 +139,24 @@ class Loggers(RankState):
     def _read_versions(self) -> list[Any]:
         return [one.version for one in self._unnumbered] if self._is_first else []
 
-    def _find_versions(self) -> list[int]:
-        """Return the versions that any node has noted, since rank 0's may be new; -1 for an unknown one."""
+    def _find_versions(self, has_started: bool) -> tuple[bool, list[int]]:
+        """Return what any node has noted, since rank 0's may be new: an earlier start, and the versions.
+
+        -1 stands for an unknown version.
+        """
         count = len(self._unnumbered)
         noted = [one for one in self._noted or () if type(one) is int]
         numbers = noted if len(noted) == count else [-1] * count
         known = torch.tensor(
-            [int(self._noted is not None), *numbers], device=self._trainer.strategy.root_device
+            [int(has_started), int(self._noted is not None), *numbers],
+            device=self._trainer.strategy.root_device,
         )
         if dist.is_initialized():
             dist.all_reduce(known, dist.ReduceOp.MAX)
-        has_started, *found = known.tolist()
-        if has_started:
+        is_known_start, continues, *found = known.tolist()
+        if continues:
             self._let_configs_be_saved_again()
-        return found
+        return bool(is_known_start), found
 
     def _set_versions(self, numbers: list[int]) -> None:
         for one, number in zip(self._unnumbered, numbers, strict=False):
@@ -162,18 +171,27 @@ class Loggers(RankState):
                 set_known(callback, "overwrite", True)
 
     def _open(self) -> None:
-        """Open the CSV files before Lightning does, and keep the rows that are there."""
+        """Open the CSV files before Lightning does, and keep the rows that are there.
+
+        Loggers without a version take theirs in the Trainer's order, as where Lightning opens them.
+        """
         self._is_first = True
-        for index, one in enumerate(self._csv):
-            metrics = Path(one.log_dir) / "metrics.csv"
-            if metrics.exists():
-                _keep(metrics)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Experiment logs directory")
-                writer = one.experiment
-            self._writers.append(writer)
-            self._rows_written.append(0)
-            writer.save = functools.partial(self._save_counted, index, writer.save)
+        for one in self._trainer.loggers:
+            if one in self._csv:
+                self._open_csv(one)
+            elif one in self._boards:  # its directory keeps the version from the next logger
+                one._fs.makedirs(one.log_dir, exist_ok=True)  # noqa: SLF001
+
+    def _open_csv(self, one: Any) -> None:
+        metrics = Path(one.log_dir) / "metrics.csv"
+        if metrics.exists():
+            _keep(metrics)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Experiment logs directory")
+            writer = one.experiment
+        writer.save = functools.partial(self._save_counted, len(self._writers), writer.save)
+        self._writers.append(writer)
+        self._rows_written.append(0)
 
     def _save_counted(self, index: int, save: Callable[[], None]) -> None:
         writer = self._writers[index]

@@ -309,8 +309,12 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         if path is None or not _is_fitting(self._trainer):
             original(path, weights_only)
             return
-        is_resumed, step = self.run.plan.kind == "resumed", self.run.position.step
-        if not is_resumed and self.run.generation == 1:
+        plan, step = self.run.plan, self.run.position.step
+        is_resumed = plan.kind == "resumed"
+        # Generations are no sign of a restart: after `--resume never` they go on. The world before is unknown
+        # then, but known after a start that was refused here.
+        has_started = self._loggers is not None and self._loggers.has_started
+        if not is_resumed and not (has_started and plan.previous_world_size):
             raise ConfigError(
                 f"Lightning: fit() would load {path}, but elastic_resume restores the whole state itself. "
                 "Leave ckpt_path= out; remove hpc_ckpt_* files and OnExceptionCheckpoint. To start from "

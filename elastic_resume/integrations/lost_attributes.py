@@ -1,7 +1,8 @@
 """Find what an object of a library changes while it trains and no checkpoint holds: its plain attributes.
 
 A callback counts, collects or averages in attributes. Without a ``state_dict`` they start anew in each
-process, and nothing shows it.
+process, and nothing shows it. Not named is what each process or step has of its own: times of a clock, what
+was measured, and tensors of a step's graph. Open files and datetimes are no plain data.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+
+from elastic_resume.integrations.plain_attributes import Clocks
+from elastic_resume.state.diff import MEASURED
 
 MAX_ITEMS = 64  # of a container that are looked at
 MAX_DEPTH = 2
@@ -24,6 +28,7 @@ class LostAttributes:
     def __init__(self, items: Iterable[Any], tracked: Collection[int]) -> None:
         """``tracked`` are the ids of values that a checkpoint holds."""
         self._tracked = tracked
+        self._clocks = Clocks()
         self._before = [(item, self._read(item)) for item in items]
         self._steps = 0
 
@@ -48,12 +53,15 @@ class LostAttributes:
             name: mark
             for name, value in vars(item).items()
             if not (name.startswith("_") or name == "training" or id(value) in self._tracked)
-            if (mark := _mark(value)) is not None
+            if not (type(value) is float and MEASURED.search(name))
+            if (mark := _mark(value, self._clocks)) is not None
         }
 
 
-def _mark(value: Any, depth: int = 0) -> Any:
-    """Return what changes with a value of plain data or tensors; None for other objects."""
+def _mark(value: Any, clocks: Clocks, depth: int = 0) -> Any:
+    """Return what changes with a value of plain data or tensors; None for other objects, and for times."""
+    if clocks.have_shown(value) or (isinstance(value, Tensor) and value.grad_fn is not None):
+        return None
     if isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
     if isinstance(value, Tensor):
@@ -64,5 +72,5 @@ def _mark(value: Any, depth: int = 0) -> Any:
     if not isinstance(value, (list, tuple, set, dict)) and type(value).__name__ != "deque":
         return None
     items = list(value.values() if isinstance(value, dict) else value)[:MAX_ITEMS]
-    inner = [_mark(one, depth + 1) for one in items] if depth < MAX_DEPTH else []
+    inner = [_mark(one, clocks, depth + 1) for one in items] if depth < MAX_DEPTH else []
     return type(value).__name__, len(value), inner

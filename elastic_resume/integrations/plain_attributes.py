@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 import sysconfig
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,10 +32,24 @@ MAX_OBJECTS = 100  # of the script in one list or dict
 FLAT_ITEMS = 16  # numbers in a list that take as long
 SCALARS = frozenset({bool, int, float, str, bytes, complex, type(None)})
 KEYS = SCALARS | {tuple}  # of dicts
+CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _MODULE_NAMES = frozenset(vars(nn.Module()))
 _LIBRARY_PATHS = tuple(
     {f"{Path(path).resolve()}/" for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))}
 )
+
+
+class Clocks:
+    """Tells what was read from a clock since this object was made: each process has its own times."""
+
+    def __init__(self) -> None:
+        self._begin_times = [clock() for clock in CLOCKS]
+
+    def have_shown(self, value: Any) -> bool:
+        """Return whether ``value`` was read from a clock since then."""
+        return type(value) is float and any(
+            start <= value <= clock() for start, clock in zip(self._begin_times, CLOCKS, strict=True)
+        )
 
 
 class NotPlainError(Exception):

@@ -12,7 +12,6 @@ import dis
 import io
 import json
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sized
 from types import CodeType
 from typing import Any
@@ -26,6 +25,7 @@ from elastic_resume.data.rank_values import RankState
 from elastic_resume.errors import UntrackableError
 from elastic_resume.integrations.plain_attributes import (
     SCALARS,
+    Clocks,
     Form,
     NotPlainError,
     Owners,
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CHARS = 4096  # of one attribute in the exchange of each step
 MAX_NUMBERS = 64  # of the tensors of one attribute there
-CLOCKS = (time.time, time.monotonic, time.perf_counter)
 Row = dict[str, Any]
 
 
@@ -98,7 +97,7 @@ class ChangedAttributes(RankState):
         self._excluded = known
         self._owners: Owners | None = None  # None until `begin`
         self._baseline: dict[str, Form | tuple[Any, str]] = {}  # of each attribute that has not changed
-        self._begin_times: list[float] = []
+        self._clocks = Clocks()
         self._known_owners: dict[int, Any] = {}
         self._forms: dict[str, Form] = {}  # of those that have
         self._values: list[Any] = []  # so that `training.untracked` takes averages among them for tracked
@@ -129,7 +128,7 @@ class ChangedAttributes(RankState):
         self._owners = self.list_owners()
         self._known_owners = {id(owner): owner for owner, _ in self._owners.values()}
         self.set_loaded()
-        self._begin_times = [clock() for clock in CLOCKS]
+        self._clocks = Clocks()
         self._values = [value for _, value, _, _ in self._iter_values() if type(value) not in SCALARS]
         for path, value, owner, _ in self._iter_values():
             self._known_owners[id(owner)] = owner
@@ -199,16 +198,10 @@ class ChangedAttributes(RankState):
             raise
         if path not in self._forms:
             is_same = isinstance(before, Form) and form.is_same(before)
-            if is_same or self._is_clock(form.skeleton):
+            if is_same or self._clocks.have_shown(form.skeleton):
                 return None
             self._baseline.pop(path, None)  # it may keep a large tensor
         return form
-
-    def _is_clock(self, value: Any) -> bool:
-        """Return whether ``value`` was read from a clock since the start: each process has its own times."""
-        return type(value) is float and any(
-            start <= value <= clock() for start, clock in zip(self._begin_times, CLOCKS, strict=True)
-        )
 
     def _make_row(self, path: str, form: Form) -> Any:
         text = repr(form.skeleton)  # ten times as fast as to encode it

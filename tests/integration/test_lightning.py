@@ -406,6 +406,7 @@ def test_logger_continues_in_its_version_with_rows_before_the_state(
 ) -> None:
     """Also after a kill between two restores. A job that begins anew takes the next version."""
     own, loggers = make_loggers(tmp_path, monkeypatch)
+    assert not loggers.has_started
     begin(loggers, tmp_path, "cold")
     own.log_metrics({"loss": 1.0}, 0)
     saved = loggers.read_own()
@@ -424,6 +425,7 @@ def test_logger_continues_in_its_version_with_rows_before_the_state(
     _, loggers = make_loggers(tmp_path, monkeypatch)
     loggers.load_rows([{**saved, "rows": [5]}])
     assert "metrics.csv has 2 of the 5 rows that were logged before" in caplog.text
+    assert loggers.has_started
     begin(loggers, tmp_path, "cold")  # nothing was saved: all rows will come again
     assert loggers.read_own()["rows"] == [2]
     (tmp_path / "ckpt" / "job" / "n" / "lightning-versions.json").unlink()
@@ -465,15 +467,19 @@ def test_checkpoint_path_is_refused_at_the_first_start_only(caplog: pytest.LogCa
     _, strategy = make_trainer()
     loaded: list[Any] = []
 
-    def restore(kind: str, generation: int, path: str | None) -> None:
-        plan, position = SimpleNamespace(kind=kind), SimpleNamespace(step=7)
-        strategy._run = SimpleNamespace(plan=plan, generation=generation, rank=0, position=position)
+    def restore(kind: str, path: str | None, world_before: int | None, *, has_started: bool) -> None:
+        plan = SimpleNamespace(kind=kind, previous_world_size=world_before)
+        # After `--resume never` generations go on from those of the earlier run.
+        strategy._run = SimpleNamespace(plan=plan, generation=3, rank=0, position=SimpleNamespace(step=7))
+        strategy._loggers = SimpleNamespace(has_started=has_started)
         strategy._restore_no_checkpoint(lambda *given: loaded.append(given), path)
 
-    with pytest.raises(ConfigError, match=r"fit\(\) would load last\.ckpt"):
-        restore("cold", 1, "last.ckpt")
-    for kind, generation, path in (("cold", 1, None), ("cold", 2, "last.ckpt"), ("resumed", 2, "last.ckpt")):
-        restore(kind, generation, path)
+    for world_before, has_started in ((None, False), (2, False), (None, True)):
+        with pytest.raises(ConfigError, match=r"fit\(\) would load last\.ckpt"):
+            restore("cold", "last.ckpt", world_before, has_started=has_started)
+    restore("cold", None, None, has_started=False)
+    for kind in ("cold", "resumed"):
+        restore(kind, "last.ckpt", 2, has_started=True)
     assert loaded == [(None, None), (), ()]
     assert [text for text in caplog.messages if "left out" in text] == [
         "Lightning: last.ckpt is left out: the job begins again",

@@ -1,8 +1,12 @@
-"""TensorBoard's files end where they ended at the restored step; LightningCLI may save its file again."""
+"""TensorBoard's files end where they ended at the restored step; LightningCLI may save its file again.
+
+Loggers without a version take theirs in the order of the Trainer.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -80,3 +84,58 @@ def test_configuration_is_overwritten_at_a_restart_only(
     trainer = SimpleNamespace(loggers=[], callbacks=[object(), saver], strategy=strategy)
     Loggers(trainer, library, {"ckpt_dir": tmp_path, "run_id": "job", "node_name": "n"})
     assert saver.overwrite is is_restart
+
+
+class Versioned:
+    """A logger of Lightning, as far as it takes a version."""
+
+    _fs = SimpleNamespace(makedirs=os.makedirs)
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int:
+        """The next free one, if it has none."""
+        if self._version is None:
+            self._version = len(list(self.directory.glob("version_*")))
+        return self._version
+
+    @property
+    def log_dir(self) -> str:
+        """The directory of the version."""
+        return str(self.directory / f"version_{self.version}")
+
+
+class Rows(Versioned):
+    """A CSVLogger."""
+
+    @property
+    def experiment(self) -> Any:
+        """The writer, which makes the directory."""
+        Path(self.log_dir).mkdir(exist_ok=True)
+        return SimpleNamespace(save=lambda: None)
+
+
+class Points(Versioned):
+    """A TensorBoardLogger."""
+
+
+@pytest.mark.parametrize("kinds", [(Points, Rows), (Rows, Points), (Points, Rows, Points)])
+def test_loggers_take_their_versions_in_the_order_of_the_trainer(
+    tmp_path: Path, kinds: tuple[type[Versioned], ...]
+) -> None:
+    """As where Lightning opens them one after the other. A restart keeps the versions."""
+    library: Any = SimpleNamespace(
+        loggers=SimpleNamespace(CSVLogger=Rows, TensorBoardLogger=Points), __name__="library"
+    )
+    node_dir = tmp_path / "job" / "n"
+    node_dir.mkdir(parents=True)
+    for _ in range(2):
+        made = [kind(tmp_path) for kind in kinds]
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        trainer = SimpleNamespace(loggers=made, callbacks=[], strategy=strategy)
+        loggers = Loggers(trainer, library, {"ckpt_dir": tmp_path, "run_id": "job", "node_name": "n"})
+        assert [one.version for one in made] == list(range(len(kinds)))
+        (node_dir / constants.LOGGER_VERSIONS_FILE).write_text(json.dumps(loggers._read_versions()))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import time
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,3 +62,27 @@ def test_each_changed_attribute_is_named_once() -> None:
     callback.late = 1
     assert changed.find() == [(callback, ["constant", "late"])]
     assert changed.find() == []
+
+
+def test_what_belongs_to_a_process_or_step_is_not_named(tmp_path: Path) -> None:
+    """Times, what was measured, files, and tensors of a step's graph. A list that grows is named."""
+    item: Any = SimpleNamespace(
+        began=0.0,
+        started=0.0,
+        elapsed=0.0,
+        today=None,
+        file=None,
+        loss=torch.zeros(()),
+        parts={"loss": None},
+        losses=[],
+        best=0.0,
+    )
+    changed = LostAttributes([item], tracked=())
+    weight = torch.ones((), requires_grad=True)
+    item.began, item.started = time.time(), time.perf_counter()
+    item.elapsed, item.best = 0.01, 0.01
+    item.today = dt.datetime.now(tz=dt.timezone.utc)
+    item.loss = item.parts["loss"] = weight * 2
+    item.losses.append(item.loss)
+    with (tmp_path / "log").open("w") as item.file:
+        assert changed.find() == [(item, ["losses", "best"])]
