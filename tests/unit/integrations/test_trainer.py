@@ -199,10 +199,11 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """What is logged; its handler is in the place of the one that prints."""
     caplog.set_level(logging.INFO, PACKAGE_LOGGER.name)
-    PACKAGE_LOGGER.addHandler(caplog.handler)
+    monkeypatch.setattr(PACKAGE_LOGGER, "handlers", [caplog.handler])
+    monkeypatch.setattr(PACKAGE_LOGGER, "propagate", False)  # else the root logger's handler gets it too
     return caplog
 
 
