@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from elastic_resume.capture.source_digests import digest_words
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.data.rank_values import RankState
 from elastic_resume.errors import UntrackableError
@@ -102,7 +103,7 @@ class ChangedAttributes(RankState):
         self._known_owners: dict[int, Any] = {}
         self._forms: dict[str, Form] = {}  # of those that have
         self._values: list[Any] = []  # so that `training.untracked` takes averages among them for tracked
-        self._agreed: set[str] = set()  # long ones that all ranks have
+        self._digests: dict[str, tuple[Any, str]] = {}  # of large tensors, with their versions
         self._refused: set[str] = set()
         self._named: list[str] = []  # of these, in the log of any generation
         self._shared: dict[str, Form] = {}
@@ -213,14 +214,21 @@ class ChangedAttributes(RankState):
     def _make_row(self, path: str, form: Form) -> Any:
         text = repr(form.skeleton)  # ten times as fast as to encode it
         if len(text) <= MAX_CHARS and form.count_numbers() <= MAX_NUMBERS:
+            self._digests.pop(path, None)  # the addresses of its tensors may be taken again
             encoded = json_codec.encode(form.skeleton, path)
             return {"value": encoded, "tensors": [_pack(tensor) for tensor in form.tensors]}
-        digest = xxhash.xxh3_128(text.encode())
-        if path not in self._agreed:  # later changes are those of equal ranks
+        return {"digest": xxhash.xxh3_128(f"{text} {self._digest_tensors(path, form)}".encode()).hexdigest()}
+
+    def _digest_tensors(self, path: str, form: Form) -> str:
+        """Digest the tensors on their devices, unless they are as at the last boundary."""
+        before = self._digests.get(path)
+        if before is None or before[0] != form.versions or any(t.is_inference() for t in form.tensors):
+            digest = xxhash.xxh3_128()
             for tensor in form.tensors:
-                here = tensor.detach().cpu().contiguous()
-                digest.update(view_bytes(here) if here.numel() else b"")
-        return {"digest": digest.hexdigest()}
+                words = digest_words(tensor.detach().contiguous().view(-1))
+                digest.update(view_bytes(words.cpu()) if words.numel() else b"")
+            before = self._digests[path] = form.versions, digest.hexdigest()
+        return before[1]
 
     def set_rows(self, rows: list[Any]) -> None:
         """Keep the rows of all ranks, and the long attributes that are the same on all ranks."""
@@ -234,7 +242,6 @@ class ChangedAttributes(RankState):
             if reasons or each.count(each[0]) < len(each):
                 self._refuse(path, (reasons or ["large, and differs between ranks"])[0])
             else:
-                self._agreed.add(path)
                 self._shared[path] = self._forms[path]
         self._rows = [{path: each for path, each in row.items() if path not in others} for row in rows]
 
@@ -266,7 +273,6 @@ class ChangedAttributes(RankState):
         rows = list(state["values"])
         self._rows, self._named = rows, list(state["named"])
         self._shared = {path: read(value) for path, value in state["shared"].items()}
-        self._agreed = set(self._shared)
         self._loaded = dict(self._shared)
         self.load_rows(rows)
         self._forms = dict(self._loaded)

@@ -414,6 +414,22 @@ class Rank:
         self.attributes.set_rows(ranks.gather(self.attributes.read_own()))
 
 
+def test_large_tensor_that_comes_to_differ_is_named(log: pytest.LogCaptureFixture) -> None:
+    """Also after boundaries at which all ranks had the same; no rank gets that of another."""
+
+    def save(ranks: ThreadCollectives) -> list[set[str]]:
+        rank, shared = Rank(ranks), []
+        rank.attributes.begin()
+        for factor in (0, 0, 1):
+            rank.large += 1 + factor * ranks.rank
+            rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+            shared.append({*rank.attributes.state_dict()["shared"]})
+        return shared
+
+    assert run_ranks(2, save)[0] == [{"Rank.large"}, {"Rank.large"}, set()]
+    assert "Rank.large has changed since train() began" in log.text
+
+
 def test_each_rank_gets_its_own_numbers_and_all_what_they_share(log: pytest.LogCaptureFixture) -> None:
     """A large tensor that differs between ranks is named; in another world rank r gets those of r modulo."""
 
