@@ -33,6 +33,8 @@ from elastic_resume.integrations.plain_attributes import (
     assign,
     is_of_script,
     list_attributes,
+    list_items,
+    list_module_attributes,
     list_script_modules,
     read,
 )
@@ -101,6 +103,7 @@ class ChangedAttributes(RankState):
         self._baseline: dict[str, Form | tuple[Any, str]] = {}  # of each attribute that has not changed
         self._begin_times: list[float] = []
         self._known_owners: dict[int, Any] = {}
+        self._owner_ids: frozenset[int] = frozenset()  # others are found within these
         self._forms: dict[str, Form] = {}  # of those that have
         self._values: list[Any] = []  # so that `training.untracked` takes averages among them for tracked
         self._digests: dict[str, tuple[Any, str]] = {}  # of large tensors, with their versions
@@ -129,6 +132,7 @@ class ChangedAttributes(RankState):
         """Set what was loaded, and notice changes from now on: the first epoch is about to begin."""
         self._owners = self.list_owners()
         self._known_owners = {id(owner): owner for owner, _ in self._owners.values()}
+        self._owner_ids = frozenset(self._known_owners)
         self.set_loaded()
         self._begin_times = [clock() for clock in CLOCKS]
         self._values = [value for _, value, _, _ in self._iter_values() if type(value) not in SCALARS]
@@ -157,8 +161,13 @@ class ChangedAttributes(RankState):
     def _iter_values(self) -> Iterator[tuple[str, Any, Any, str]]:
         for path, owner, name in list_attributes(self._owners or {}):
             value = vars(owner)[name]
-            if not self._is_tracked(value):
-                yield path, value, owner, name
+            if self._is_tracked(value):
+                continue
+            yield path, value, owner, name
+            for title, item in list_items(path, value).items():
+                if isinstance(item, nn.Module) and not self._is_tracked(item):
+                    for inner, module, each in list_module_attributes(title, item):
+                        yield inner, vars(module)[each], module, each
 
     def _is_tracked(self, value: Any) -> bool:
         """Return whether ``value`` is restored elsewhere: the model, a part of it, the optimizer."""
@@ -176,7 +185,10 @@ class ChangedAttributes(RankState):
         for path, value, owner, _ in self._iter_values():
             if path in self._refused:
                 continue
-            if id(owner) not in self._known_owners:
+            is_inner = isinstance(owner, nn.Module) and id(owner) not in self._owner_ids
+            if is_inner and path not in self._baseline and path not in self._forms:
+                continue  # of a module that training has made
+            if not is_inner and id(owner) not in self._known_owners:
                 rows[path] = {"refused": f"of a {type(owner).__name__} that training has made"}
                 continue
             try:
@@ -184,7 +196,8 @@ class ChangedAttributes(RankState):
                     rows[path] = self._make_row(path, form)
                     self._forms[path] = form
             except (NotPlainError, UntrackableError) as error:
-                rows[path] = {"refused": str(error)}
+                if not is_inner:
+                    rows[path] = {"refused": str(error)}
         return rows
 
     def _read_if_changed(self, path: str, value: Any) -> Form | None:

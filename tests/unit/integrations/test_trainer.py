@@ -414,6 +414,42 @@ class Rank:
         self.attributes.set_rows(ranks.gather(self.attributes.read_own()))
 
 
+class Metric(nn.Module):
+    """Counts as those of torchmetrics do: its state_dict() is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.updates = torch.zeros(()), 0
+
+
+def test_metric_whose_state_dict_is_empty_goes_on(log: pytest.LogCaptureFixture) -> None:
+    """In an attribute and in a dict. One that is made in training changes nothing."""
+
+    def make(ranks: ThreadCollectives) -> Any:
+        rank: Any = Rank(ranks)
+        rank.metric, rank.metrics = Metric(), {"a": Metric()}
+        return rank
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank = make(ranks)
+        rank.attributes.begin()
+        for metric in (rank.metric, rank.metrics["a"]):
+            metric.total, metric.updates = metric.total + 1 + ranks.rank, metric.updates + 1
+        rank.made = Metric()
+        rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+        return rank.attributes.state_dict()
+
+    def load(ranks: ThreadCollectives) -> Any:
+        rank = make(ranks)
+        rank.attributes.load_state_dict(states[0])
+        rank.attributes.begin()
+        return [(float(one.total), one.updates) for one in (rank.metric, rank.metrics["a"])]
+
+    states = run_ranks(2, save)
+    assert run_ranks(2, load) == [[(1.0, 1)] * 2, [(2.0, 1)] * 2]
+    assert "a restart loses what it holds" not in log.text
+
+
 def test_large_tensor_that_comes_to_differ_is_named(log: pytest.LogCaptureFixture) -> None:
     """Also after boundaries at which all ranks had the same; no rank gets that of another."""
 
