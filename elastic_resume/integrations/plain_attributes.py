@@ -103,8 +103,9 @@ def _find_script_objects(path: str, value: Any) -> dict[str, Any]:
 
 def list_items(path: str, value: Any) -> dict[str, Any]:
     """Return ``value`` by its path, or what it holds if it is a list or dict that is not long."""
-    if isinstance(value, (list, tuple, dict)) and len(value) <= MAX_OBJECTS:
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    kind = type(value)  # isinstance() asks a proxy, which may raise
+    if issubclass(kind, (list, tuple, dict)) and len(value) <= MAX_OBJECTS:
+        pairs = value.items() if issubclass(kind, dict) else enumerate(value)
         return {f"{path}[{key!r}]": item for key, item in pairs}
     return {path: value}
 
@@ -154,17 +155,16 @@ def read(value: Any) -> Form:
     if type(value) in SCALARS:
         return Form(value)
     tensors: list[tuple[Tensor, Any]] = []  # each with its version
-    if isinstance(value, nn.Module):
-        skeleton: Any = _copy(value.state_dict(keep_vars=True), tensors, [0])
-    elif _has_state(value):
-        try:
-            skeleton = _copy(value.state_dict(), tensors, [0])
-        except NotPlainError:
-            raise
-        except Exception as error:
-            raise NotPlainError(f"a {type(value).__name__} whose state_dict() fails ({error})") from error
-    else:
-        skeleton = _copy(value, tensors, [0])
+    try:
+        if isinstance(value, nn.Module):
+            plain: Any = value.state_dict(keep_vars=True)
+        else:
+            plain = value.state_dict() if _has_state(value) else value
+        skeleton = _copy(plain, tensors, [0])
+    except NotPlainError:
+        raise
+    except Exception as error:  # of a method of the script's, or of a tensor without a shape
+        raise NotPlainError(f"a {type(value).__name__} that cannot be read ({error})") from error
     return Form(skeleton, tuple(tensor for tensor, _ in tensors), tuple(version for _, version in tensors))
 
 
@@ -175,7 +175,7 @@ def _get_version(tensor: Tensor) -> Any:
 
 
 def _has_state(value: Any) -> bool:
-    return not isinstance(value, type) and all(
+    return not issubclass(type(value), type) and all(
         callable(getattr(type(value), method, None)) for method in ("state_dict", "load_state_dict")
     )
 
@@ -294,7 +294,7 @@ class Preserved:
         """Yield what can be set again, but parameters: these are large, and an optimizer changes them."""
         for path, owner, name in self._list():
             value = vars(owner)[name]
-            if not (isinstance(value, nn.Module) or _has_state(value)):
+            if not (issubclass(type(value), nn.Module) or _has_state(value)):
                 with contextlib.suppress(NotPlainError):
                     form = read(value)
                     if not any(isinstance(tensor, nn.Parameter) for tensor in form.tensors):
@@ -305,7 +305,7 @@ class Preserved:
         for path, owner, name in list_attributes(self._owners):
             yield path, owner, name
             for inner, item in list_items(path, vars(owner)[name]).items():
-                if isinstance(item, nn.Module):
+                if issubclass(type(item), nn.Module):
                     yield from list_module_attributes(inner, item)
                 elif _has_state(item):
                     yield from ((f"{inner}.{each}", item, each) for each in getattr(item, "__dict__", ()))

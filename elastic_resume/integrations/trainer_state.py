@@ -8,12 +8,15 @@ Trainer or callback has. What cannot be kept is named once.
 from __future__ import annotations
 
 import base64
+import datetime as dt
 import dis
 import io
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sized
+from tempfile import _TemporaryFileWrapper
 from types import CodeType
 from typing import Any
 
@@ -45,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CHARS = 4096  # of one attribute in the exchange of each step
 MAX_NUMBERS = 64  # of the tensors of one attribute there
+IGNORED = (io.IOBase, _TemporaryFileWrapper, dt.date, dt.time, dt.timedelta)
 CLOCKS = (time.time, time.monotonic, time.perf_counter)
 Row = dict[str, Any]
 
@@ -107,6 +111,7 @@ class ChangedAttributes(RankState):
         self._forms: dict[str, Form] = {}  # of those that have
         self._values: list[Any] = []  # so that `training.untracked` takes averages among them for tracked
         self._digests: dict[str, tuple[Any, str]] = {}  # of large tensors, with their versions
+        self._activations: set[str] = set()
         self._refused: set[str] = set()
         self._named: list[str] = []  # of these, in the log of any generation
         self._shared: dict[str, Form] = {}
@@ -165,7 +170,7 @@ class ChangedAttributes(RankState):
                 continue
             yield path, value, owner, name
             for title, item in list_items(path, value).items():
-                if isinstance(item, nn.Module) and not self._is_tracked(item):
+                if issubclass(type(item), nn.Module) and not self._is_tracked(item):
                     for inner, module, each in list_module_attributes(title, item):
                         yield inner, vars(module)[each], module, each
 
@@ -173,9 +178,12 @@ class ChangedAttributes(RankState):
         """Return whether ``value`` is restored elsewhere: the model, a part of it, the optimizer."""
         if type(value) in SCALARS:
             return False
-        if id(unwrap(value)) in self._tracked:
-            return True
-        return isinstance(value, nn.Module) and any(id(p) in self._parameters for p in value.parameters())
+        try:
+            if id(unwrap(value)) in self._tracked:
+                return True
+            return isinstance(value, nn.Module) and any(id(p) in self._parameters for p in value.parameters())
+        except Exception:  # noqa: BLE001  a proxy's __getattr__ or __class__ may raise anything
+            return True  # nothing can be said of it
 
     # ---- what the ranks exchange ---------------------------------------------------------------------
 
@@ -185,7 +193,7 @@ class ChangedAttributes(RankState):
         for path, value, owner, _ in self._iter_values():
             if path in self._refused:
                 continue
-            is_inner = isinstance(owner, nn.Module) and id(owner) not in self._owner_ids
+            is_inner = issubclass(type(owner), nn.Module) and id(owner) not in self._owner_ids
             if is_inner and path not in self._baseline and path not in self._forms:
                 continue  # of a module that training has made
             if not is_inner and id(owner) not in self._known_owners:
@@ -206,7 +214,9 @@ class ChangedAttributes(RankState):
         try:
             form = read(value)
         except NotPlainError as error:
-            if hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+            if isinstance(value, IGNORED):
+                return None
+            if hasattr(type(value), "__next__"):
                 raise NotPlainError(f"{error}, of which the next item depends on the former ones") from None
             if isinstance(before, tuple) and before[0] is value and before[1] == _describe(value, error):
                 return None
@@ -216,7 +226,13 @@ class ChangedAttributes(RankState):
             if is_same or self._is_clock(form.skeleton):
                 return None
             self._baseline.pop(path, None)  # it may keep a large tensor
-        return form
+        return form if not self._is_activation(path, form) else None
+
+    def _is_activation(self, path: str, form: Form) -> bool:
+        """Return whether large tensors are, or were before an evaluation, results of a forward pass."""
+        if form.count_numbers() > MAX_NUMBERS and any(t.grad_fn is not None for t in form.tensors):
+            self._activations.add(path)
+        return path in self._activations
 
     def _is_clock(self, value: Any) -> bool:
         """Return whether ``value`` was read from a clock since the start: each process has its own times."""
@@ -230,6 +246,8 @@ class ChangedAttributes(RankState):
             self._digests.pop(path, None)  # the addresses of its tensors may be taken again
             encoded = json_codec.encode(form.skeleton, path)
             return {"value": encoded, "tensors": [_pack(tensor) for tensor in form.tensors]}
+        if "{" in text:
+            text = repr(_sort_sets(form.skeleton))
         return {"digest": xxhash.xxh3_128(f"{text} {self._digest_tensors(path, form)}".encode()).hexdigest()}
 
     def _digest_tensors(self, path: str, form: Form) -> str:
@@ -330,7 +348,19 @@ def list_own_attributes(*kinds: type) -> frozenset[str]:
 
 def _describe(value: Any, error: NotPlainError) -> str:
     """Describe a value that cannot be compared: its kind, and its length if it has one."""
-    return f"{error} {len(value) if isinstance(value, Sized) else ''}"
+    try:
+        return f"{error} {len(value) if isinstance(value, Sized) else ''}"
+    except Exception:  # noqa: BLE001  of a __len__() of the script's
+        return str(error)
+
+
+def _sort_sets(value: Any) -> Any:
+    """Return ``value`` with lists for its sets: their order differs between processes."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, map(_sort_sets, value)))
+    if isinstance(value, dict):
+        return [(key, _sort_sets(item)) for key, item in value.items()]
+    return [_sort_sets(item) for item in value] if isinstance(value, (list, tuple, deque)) else value
 
 
 def _pack(tensor: Tensor) -> list[Any]:

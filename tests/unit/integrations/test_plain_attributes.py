@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
@@ -82,9 +83,38 @@ def test_change_is_noticed(value: Any, change: Any) -> None:
     assert not read(value).is_same(before)
 
 
+class Raising:
+    """An object that no question can be asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def state_dict(self) -> Any:
+        """Fail."""
+        raise ValueError
+
+    load_state_dict = state_dict
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # a prototype
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     "value",
-    [object(), [object()], iter([]), torch.ones(1, device="meta"), list(range(200_000)), {1: [[]] * 20_000}],
+    [
+        Raising(),
+        [Raising()],
+        NESTED,
+        {"a": NESTED},
+        object(),
+        [object()],
+        iter([]),
+        torch.ones(1, device="meta"),
+        list(range(200_000)),
+        {1: [[]] * 20_000},
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_other_values_are_not_plain(value: Any) -> None:
@@ -124,6 +154,8 @@ def test_preserved_attributes_are_as_before() -> None:
 
 class Metric(nn.Module):
     """Counts as those of torchmetrics do: its state_dict() is empty."""
+
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

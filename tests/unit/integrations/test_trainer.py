@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -447,6 +448,70 @@ def test_metric_whose_state_dict_is_empty_goes_on(log: pytest.LogCaptureFixture)
 
     states = run_ranks(2, save)
     assert run_ranks(2, load) == [[(1.0, 1)] * 2, [(2.0, 1)] * 2]
+    assert "a restart loses what it holds" not in log.text
+
+
+class Proxy:
+    """A proxy outside of its context."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        pass
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+
+def test_odd_values_do_not_end_the_job(log: pytest.LogCaptureFixture) -> None:
+    """Also if no question can be asked."""
+
+    def save(ranks: ThreadCollectives) -> None:
+        rank: Any = Rank(ranks)
+        rank.proxy = Proxy()
+        rank.attributes.begin()
+        rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+
+    run_ranks(2, save)
+    assert "a restart loses what it holds" not in log.text
+
+
+def test_activations_files_and_dates_are_not_named(log: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Also an activation of an evaluation, which has no gradient."""
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank: Any = Rank(ranks)
+        rank.file = rank.logged = rank.weights = rank.hidden = None
+        rank.attributes.begin()
+        for needs_grad in (True, False):
+            rank.file, rank.logged = (tmp_path / "log").open("a"), datetime.now(timezone.utc)
+            rank.weights = torch.full((10, 10), float(ranks.rank), requires_grad=needs_grad) * 2
+            rank.hidden = {"layers": [rank.weights]}
+            rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+            rank.file.close()
+        return rank.attributes.state_dict()
+
+    assert run_ranks(2, save)[0] == {"values": [{}, {}], "shared": {}, "named": []}
+    assert "a restart loses what it holds" not in log.text
+
+
+def test_long_set_is_shared_in_any_order(log: pytest.LogCaptureFixture) -> None:
+    """The order of texts in a set depends on the process."""
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank: Any = Rank(ranks)
+        rank.seen = {"ids": set[int]()}
+        rank.attributes.begin()
+        numbers = [1024 * number for number in range(999)]  # they collide, so the first one comes first
+        rank.seen["ids"].update(numbers if ranks.rank else reversed(numbers))
+        orders = ranks.gather(list(map(str, rank.seen["ids"])))
+        rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+        return orders[0] != orders[1], [*rank.attributes.state_dict()["shared"]]
+
+    assert run_ranks(2, save)[0] == (True, ["Rank.seen"])
     assert "a restart loses what it holds" not in log.text
 
 
