@@ -60,6 +60,10 @@ class Form:
             and bool(self.skeleton == other.skeleton)
         )
 
+    def seems_same(self) -> bool:
+        """Return whether the tensors are as they were read."""
+        return tuple(map(_get_version, self.tensors)) == self.versions
+
     def with_copies(self) -> Form:
         """Return the form with copies of the tensors, to be set again."""
         return Form(self.skeleton, tuple(tensor.detach().clone() for tensor in self.tensors), self.versions)

@@ -14,7 +14,7 @@ import io
 import json
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sized
 from tempfile import _TemporaryFileWrapper
 from types import CodeType
@@ -49,6 +49,10 @@ logger = logging.getLogger(__name__)
 MAX_CHARS = 4096  # of one attribute in the exchange of each step
 MAX_NUMBERS = 64  # of the tensors of one attribute there
 IGNORED = (io.IOBase, _TemporaryFileWrapper, dt.date, dt.time, dt.timedelta)
+FIRST_STEPS = 3  # at which all attributes are read
+STEPS_PER_SWEEP = 50  # at which they are read again
+SIZED = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict})
+SHORT_CHARS = 200  # of a list or dict that is read at every step
 CLOCKS = (time.time, time.monotonic, time.perf_counter)
 Row = dict[str, Any]
 
@@ -112,6 +116,11 @@ class ChangedAttributes(RankState):
         self._values: list[Any] = []  # so that `training.untracked` takes averages among them for tracked
         self._digests: dict[str, tuple[Any, str]] = {}  # of large tensors, with their versions
         self._activations: set[str] = set()
+        self._boundaries = 0
+        self._places: list[tuple[str, Any, str]] = []  # of the last walk: path, object, name
+        self._sizes: list[tuple[Row, int]] = []
+        self._objects: list[tuple[Row, str, Any]] = []  # those that the walk has entered
+        self._marks: dict[str, tuple[Any, int]] = {}  # of those that need no reading: value and length
         self._refused: set[str] = set()
         self._named: list[str] = []  # of these, in the log of any generation
         self._shared: dict[str, Form] = {}
@@ -138,6 +147,7 @@ class ChangedAttributes(RankState):
         self._owners = self.list_owners()
         self._known_owners = {id(owner): owner for owner, _ in self._owners.values()}
         self._owner_ids = frozenset(self._known_owners)
+        self._boundaries = 0
         self.set_loaded()
         self._begin_times = [clock() for clock in CLOCKS]
         self._values = [value for _, value, _, _ in self._iter_values() if type(value) not in SCALARS]
@@ -190,8 +200,13 @@ class ChangedAttributes(RankState):
     def read_own(self) -> Row:
         """Return the changed attributes as JSON, or a digest of them, by path."""
         rows: Row = {}
-        for path, value, owner, _ in self._iter_values():
-            if path in self._refused:
+        self._boundaries += 1
+        is_sweep = self._boundaries <= FIRST_STEPS or self._boundaries % STEPS_PER_SWEEP == 0
+        if is_sweep or self._is_rearranged():
+            self._walk()
+        for path, owner, name in self._places:
+            value = vars(owner).get(name)
+            if path in self._refused or not (is_sweep or self._is_due(path, value)):
                 continue
             is_inner = issubclass(type(owner), nn.Module) and id(owner) not in self._owner_ids
             if is_inner and path not in self._baseline and path not in self._forms:
@@ -208,6 +223,51 @@ class ChangedAttributes(RankState):
                     rows[path] = {"refused": str(error)}
         return rows
 
+    def _walk(self) -> None:
+        """Find the attributes, and remember what shows that there are others."""
+        self._places = [(path, owner, name) for path, _, owner, name in self._iter_values()]
+        held = {id(owner): vars(owner) for _, owner, _ in self._places}
+        self._sizes = [(attributes, len(attributes)) for attributes in held.values()]
+        self._objects = [
+            (attributes, name, value)
+            for attributes in held.values()
+            for name, value in attributes.items()
+            if type(value) not in SCALARS and is_of_script(value)
+        ]
+
+    def _is_rearranged(self) -> bool:
+        """Return whether an object has gained or lost attributes, or an object in it was exchanged."""
+        return any(len(attributes) != size for attributes, size in self._sizes) or any(
+            attributes.get(name) is not value for attributes, name, value in self._objects
+        )
+
+    def _is_due(self, path: str, value: Any) -> bool:
+        """Return whether to read an attribute between two sweeps: it has changed before, or seems to have.
+
+        A long list or dict that first changes after the first steps, in place and not in length, is found by
+        the next sweep. The answer follows from the attribute alone, so that all ranks find it at one step.
+        """
+        mark = self._marks.get(path)
+        if mark is None or mark[0] is not value:
+            return True
+        if type(value) in SCALARS:
+            return False
+        form = self._baseline.get(path)
+        return mark[1] != _get_length(value) or (isinstance(form, Form) and not form.seems_same())
+
+    def _mark(self, path: str, value: Any) -> None:
+        """Remember an unchanged attribute. Short lists and dicts get no mark: each step reads them."""
+        before = self._baseline.get(path)
+        is_flat_tuple = type(value) is tuple and set(map(type, value)) <= SCALARS
+        if (
+            type(value) in SCALARS
+            or is_flat_tuple
+            or isinstance(value, Tensor)
+            or not isinstance(before, Form)
+            or len(repr(before.skeleton)) > SHORT_CHARS
+        ):
+            self._marks[path] = value, _get_length(value)
+
     def _read_if_changed(self, path: str, value: Any) -> Form | None:
         """Return the form of an attribute that has ever changed. Raise NotPlainError if it has none."""
         before = self._baseline.get(path)
@@ -219,11 +279,15 @@ class ChangedAttributes(RankState):
             if hasattr(type(value), "__next__"):
                 raise NotPlainError(f"{error}, of which the next item depends on the former ones") from None
             if isinstance(before, tuple) and before[0] is value and before[1] == _describe(value, error):
+                self._mark(path, value)
                 return None
             raise
         if path not in self._forms:
-            is_same = isinstance(before, Form) and form.is_same(before)
-            if is_same or self._is_clock(form.skeleton):
+            if isinstance(before, Form) and form.is_same(before):
+                self._mark(path, value)
+                return None
+            self._marks.pop(path, None)
+            if self._is_clock(form.skeleton):
                 return None
             self._baseline.pop(path, None)  # it may keep a large tensor
         return form if not self._is_activation(path, form) else None
@@ -280,6 +344,7 @@ class ChangedAttributes(RankState):
         """Name once what cannot be kept."""
         self._refused.add(path)
         self._forms.pop(path, None)
+        self._marks.pop(path, None)
         is_new = path not in self._named
         self._named += [path] * is_new
         if is_new and self._rank == 0:
@@ -344,6 +409,10 @@ def list_own_attributes(*kinds: type) -> frozenset[str]:
             if each.opname != "EXTENDED_ARG":  # it comes between, for a name with a great index
                 loaded = each.argval[1] if each.opname == "LOAD_FAST_LOAD_FAST" else each.argval
     return frozenset(names)
+
+
+def _get_length(value: Any) -> int:
+    return len(value) if type(value) in SIZED else 0
 
 
 def _describe(value: Any, error: NotPlainError) -> str:

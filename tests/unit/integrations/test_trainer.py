@@ -26,8 +26,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from elastic_resume.console import PACKAGE_LOGGER
 from elastic_resume.errors import UsageError
+from elastic_resume.integrations import plain_attributes, trainer_state
 from elastic_resume.integrations import transformers as integration
-from elastic_resume.integrations.trainer_state import ChangedAttributes
+from elastic_resume.integrations.trainer_state import STEPS_PER_SWEEP, ChangedAttributes
 from elastic_resume.state.diff import MEASURED
 from elastic_resume.training import untracked
 from tests.support.thread_ranks import ThreadCollectives, run_ranks
@@ -513,6 +514,52 @@ def test_long_set_is_shared_in_any_order(log: pytest.LogCaptureFixture) -> None:
 
     assert run_ranks(2, save)[0] == (True, ["Rank.seen"])
     assert "a restart loses what it holds" not in log.text
+
+
+def test_attribute_that_changes_late_is_found() -> None:
+    """Most at once, and all ranks find a change within a long list at the same step, by a sweep."""
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank: Any = Rank(ranks)
+        rank.late, rank.short, rank.rows, rank.constant = 0, [[0]], [[n] for n in range(999)], [[0]] * 999
+        rank.attributes.begin()
+        found = []
+        for step in range(1, STEPS_PER_SWEEP + 1):
+            if step > 5:
+                rank.late, rank.short[0][0], rank.rows[7][0], rank.large = step, step, step, rank.large + 1
+                setattr(rank, f"made{ranks.rank}", step)  # rank 0 alone looks for others
+            rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+            state = rank.attributes.state_dict()
+            found.append(sorted({*state["values"][0], *state["shared"]}))
+        return found, state["shared"]["Rank.rows"][7], state["values"][1]["Rank.late"]["value"]
+
+    found, row, late = run_ranks(2, save)[0]
+    at_once = ["Rank.large", "Rank.late", "Rank.made0", "Rank.short"]
+    assert found == [[]] * 5 + [at_once] * 44 + [sorted([*at_once, "Rank.rows"])]
+    assert (row, late) == ([STEPS_PER_SWEEP], STEPS_PER_SWEEP)
+
+
+def test_unchanged_attributes_are_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of many layers, and a long list."""
+
+    def count(ranks: ThreadCollectives) -> int:
+        rank: Any = Rank(ranks)
+        rank.rows = [[n] for n in range(999)]
+        rank.attributes.begin()
+        for _ in range(5):
+            rank.own += 1
+            reads.clear()
+            rank.attributes.read_own()
+        return len(reads)
+
+    reads: list[Any] = []
+
+    def read(value: Any) -> Any:
+        reads.append(value)
+        return plain_attributes.read(value)
+
+    monkeypatch.setattr(trainer_state, "read", read)
+    assert run_ranks(1, count)[0] == 3, "own, the short list and the short state of the model"
 
 
 def test_large_tensor_that_comes_to_differ_is_named(log: pytest.LogCaptureFixture) -> None:
