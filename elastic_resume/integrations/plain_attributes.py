@@ -75,6 +75,10 @@ class Form:
             and bool(self.skeleton == other.skeleton)
         )
 
+    def seems_same(self) -> bool:
+        """Return whether the tensors are as they were read."""
+        return tuple(map(_get_version, self.tensors)) == self.versions
+
     def with_copies(self) -> Form:
         """Return the form with copies of the tensors, to be set again."""
         return Form(self.skeleton, tuple(tensor.detach().clone() for tensor in self.tensors), self.versions)
@@ -112,11 +116,29 @@ def _list_object(
 
 def _find_script_objects(path: str, value: Any) -> dict[str, Any]:
     """Return ``value``, or what a list or dict holds, by path, where it is an object of the script's own."""
-    items = {path: value}
-    if isinstance(value, (list, tuple, dict)) and len(value) <= MAX_OBJECTS:
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        items = {f"{path}[{key!r}]": item for key, item in pairs}
-    return {path: item for path, item in items.items() if is_of_script(item) and not _has_state(item)}
+    items = list_items(path, value).items()
+    return {path: item for path, item in items if is_of_script(item) and not _has_state(item)}
+
+
+def list_items(path: str, value: Any) -> dict[str, Any]:
+    """Return ``value`` by its path, or what it holds if it is a list or dict that is not long."""
+    kind = type(value)  # isinstance() asks a proxy, which may raise
+    if issubclass(kind, (list, tuple, dict)) and len(value) <= MAX_OBJECTS:
+        pairs = value.items() if issubclass(kind, dict) else enumerate(value)
+        return {f"{path}[{key!r}]": item for key, item in pairs}
+    return {path: value}
+
+
+def list_module_attributes(title: str, root: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Yield (path, module, name) of what ``root`` holds besides parameters: a metric's counts, and buffers.
+
+    A module's ``state_dict()`` lacks attributes and buffers that are not persistent.
+    """
+    for inner, module in root.named_modules():
+        path = f"{title}.{inner}" if inner else title
+        names = [name for name in vars(module) if name not in _MODULE_NAMES]
+        for name in [*names, "_buffers"] if module._buffers else names:  # noqa: SLF001
+            yield f"{path}.{name}", module, name
 
 
 def is_of_script(value: Any) -> bool:
@@ -152,17 +174,16 @@ def read(value: Any) -> Form:
     if type(value) in SCALARS:
         return Form(value)
     tensors: list[tuple[Tensor, Any]] = []  # each with its version
-    if isinstance(value, nn.Module):
-        skeleton: Any = _copy(value.state_dict(keep_vars=True), tensors, [0])
-    elif _has_state(value):
-        try:
-            skeleton = _copy(value.state_dict(), tensors, [0])
-        except NotPlainError:
-            raise
-        except Exception as error:
-            raise NotPlainError(f"a {type(value).__name__} whose state_dict() fails ({error})") from error
-    else:
-        skeleton = _copy(value, tensors, [0])
+    try:
+        if isinstance(value, nn.Module):
+            plain: Any = value.state_dict(keep_vars=True)
+        else:
+            plain = value.state_dict() if _has_state(value) else value
+        skeleton = _copy(plain, tensors, [0])
+    except NotPlainError:
+        raise
+    except Exception as error:  # of a method of the script's, or of a tensor without a shape
+        raise NotPlainError(f"a {type(value).__name__} that cannot be read ({error})") from error
     return Form(skeleton, tuple(tensor for tensor, _ in tensors), tuple(version for _, version in tensors))
 
 
@@ -173,7 +194,7 @@ def _get_version(tensor: Tensor) -> Any:
 
 
 def _has_state(value: Any) -> bool:
-    return not isinstance(value, type) and all(
+    return not issubclass(type(value), type) and all(
         callable(getattr(type(value), method, None)) for method in ("state_dict", "load_state_dict")
     )
 
@@ -278,7 +299,7 @@ class Preserved:
         self._owners = owners
 
     def __enter__(self) -> None:
-        self._names = {path for path, _, _ in list_attributes(self._owners)}
+        self._names = {path for path, _, _ in self._list()}
         self._before = {path: (form, form.with_copies()) for path, _, _, form in self._read()}
 
     def __exit__(self, *_: object) -> None:
@@ -289,9 +310,21 @@ class Preserved:
                 assign(owner, name, self._before[path][1])
 
     def _read(self) -> Iterator[tuple[str, Any, str, Form]]:
-        """Yield what can be set again, but modules and objects with a state of their own: these are large."""
-        for path, owner, name in list_attributes(self._owners):
+        """Yield what can be set again, but parameters: these are large, and an optimizer changes them."""
+        for path, owner, name in self._list():
             value = vars(owner)[name]
-            if not (isinstance(value, nn.Module) or _has_state(value)):
+            if not (issubclass(type(value), nn.Module) or _has_state(value)):
                 with contextlib.suppress(NotPlainError):
-                    yield path, owner, name, read(value)
+                    form = read(value)
+                    if not any(isinstance(tensor, nn.Parameter) for tensor in form.tensors):
+                        yield path, owner, name, form
+
+    def _list(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield the attributes, also within modules and objects whose state_dict() may lack some."""
+        for path, owner, name in list_attributes(self._owners):
+            yield path, owner, name
+            for inner, item in list_items(path, vars(owner)[name]).items():
+                if issubclass(type(item), nn.Module):
+                    yield from list_module_attributes(inner, item)
+                elif _has_state(item):
+                    yield from ((f"{inner}.{each}", item, each) for each in getattr(item, "__dict__", ()))

@@ -114,7 +114,7 @@ def _collect_values(state: Any, position: Position, *, knows_data: bool) -> dict
     return {
         name: value
         for name, value in leaves
-        if diff.is_compared(name) and not name.startswith(RESERVED_PREFIX)
+        if diff.is_compared(name, value) and not name.startswith(RESERVED_PREFIX)
     }
 
 

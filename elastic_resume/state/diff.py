@@ -105,13 +105,18 @@ def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
     if "data" not in checkpoint.state:
         del position["step_in_epoch"]  # without data= a resumed run counts them from its own start
     for name, leaf in iter_leaves({"position": position, **checkpoint.state}):
-        if is_compared(name):
+        if is_compared(name, leaf):
             yield name, leaf
 
 
-def is_compared(name: str) -> bool:
-    """Return whether equal runs have the same value of this name."""
-    return _NOT_COMPARED.fullmatch(name) is None
+def is_compared(name: str, value: Any) -> bool:
+    """Return whether equal runs have the same value of this name.
+
+    A float in a plain attribute of a Trainer or callback may be a duration, under any name. If it is a
+    result, the weights, the log or a count differ too.
+    """
+    is_maybe_duration = type(value) is float and name.startswith("trainer_attributes/")
+    return not is_maybe_duration and _NOT_COMPARED.fullmatch(name) is None
 
 
 def find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
@@ -82,9 +83,38 @@ def test_change_is_noticed(value: Any, change: Any) -> None:
     assert not read(value).is_same(before)
 
 
+class Raising:
+    """An object that no question can be asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def state_dict(self) -> Any:
+        """Fail."""
+        raise ValueError
+
+    load_state_dict = state_dict
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # a prototype
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     "value",
-    [object(), [object()], iter([]), torch.ones(1, device="meta"), list(range(200_000)), {1: [[]] * 20_000}],
+    [
+        Raising(),
+        [Raising()],
+        NESTED,
+        {"a": NESTED},
+        object(),
+        [object()],
+        iter([]),
+        torch.ones(1, device="meta"),
+        list(range(200_000)),
+        {1: [[]] * 20_000},
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_other_values_are_not_plain(value: Any) -> None:
@@ -120,3 +150,53 @@ def test_preserved_attributes_are_as_before() -> None:
     assert (holder.count, dict(holder.metrics), holder.meter.by_name) == (1, {}, {"a": [1.0]})
     assert holder.tensor.tolist() == [1.0]
     assert not hasattr(holder, "new")
+
+
+class Metric(nn.Module):
+    """Counts as those of torchmetrics do: its state_dict() is empty."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.updates = torch.zeros(()), 0
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+
+    def update(self) -> None:
+        """Count, in place and not."""
+        self.total = self.total + 1
+        self.updates += 1
+        self.seen += 1
+
+    def read(self) -> list[float]:
+        """Return all counts."""
+        return [float(self.total), self.updates, float(self.seen)]
+
+
+class Stateful:
+    """An object whose state_dict() lacks what it counts."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignore it."""
+
+
+def test_counts_that_a_state_dict_lacks_are_preserved() -> None:
+    """Of metrics in an attribute, a ModuleDict or a dict, and of objects."""
+    inner = nn.ModuleDict({"a": Metric()})
+    holder = SimpleNamespace(metric=Metric(), inner=inner, many={"b": Metric()}, stateful=Stateful())
+    holder.stateful.calls = 1
+    metrics: list[Any] = [holder.metric, inner["a"], holder.many["b"]]
+    for metric in metrics:
+        metric.update()
+    with Preserved({"H": (holder, frozenset())}):
+        holder.stateful.calls += 1
+        for metric in metrics:
+            metric.update()
+    assert [metric.read() for metric in metrics] == [[1, 1, 1]] * 3
+    assert holder.stateful.calls == 1

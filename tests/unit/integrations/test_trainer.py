@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,8 +26,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from elastic_resume.console import PACKAGE_LOGGER
 from elastic_resume.errors import UsageError
+from elastic_resume.integrations import plain_attributes, trainer_state
 from elastic_resume.integrations import transformers as integration
-from elastic_resume.integrations.trainer_state import ChangedAttributes
+from elastic_resume.integrations.trainer_state import STEPS_PER_SWEEP, ChangedAttributes
 from elastic_resume.state.diff import MEASURED
 from elastic_resume.training import untracked
 from tests.support.thread_ranks import ThreadCollectives, run_ranks
@@ -413,6 +415,168 @@ class Rank:
         self.large += 1
         self.differs += ranks.rank
         self.attributes.set_rows(ranks.gather(self.attributes.read_own()))
+
+
+class Metric(nn.Module):
+    """Counts as those of torchmetrics do: its state_dict() is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.updates = torch.zeros(()), 0
+
+
+def test_metric_whose_state_dict_is_empty_goes_on(log: pytest.LogCaptureFixture) -> None:
+    """In an attribute and in a dict. One that is made in training changes nothing."""
+
+    def make(ranks: ThreadCollectives) -> Any:
+        rank: Any = Rank(ranks)
+        rank.metric, rank.metrics = Metric(), {"a": Metric()}
+        return rank
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank = make(ranks)
+        rank.attributes.begin()
+        for metric in (rank.metric, rank.metrics["a"]):
+            metric.total, metric.updates = metric.total + 1 + ranks.rank, metric.updates + 1
+        rank.made = Metric()
+        rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+        return rank.attributes.state_dict()
+
+    def load(ranks: ThreadCollectives) -> Any:
+        rank = make(ranks)
+        rank.attributes.load_state_dict(states[0])
+        rank.attributes.begin()
+        return [(float(one.total), one.updates) for one in (rank.metric, rank.metrics["a"])]
+
+    states = run_ranks(2, save)
+    assert run_ranks(2, load) == [[(1.0, 1)] * 2, [(2.0, 1)] * 2]
+    assert "a restart loses what it holds" not in log.text
+
+
+class Proxy:
+    """A proxy outside of its context."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        pass
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+
+def test_odd_values_do_not_end_the_job(log: pytest.LogCaptureFixture) -> None:
+    """Also if no question can be asked."""
+
+    def save(ranks: ThreadCollectives) -> None:
+        rank: Any = Rank(ranks)
+        rank.proxy = Proxy()
+        rank.attributes.begin()
+        rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+
+    run_ranks(2, save)
+    assert "a restart loses what it holds" not in log.text
+
+
+def test_activations_files_and_dates_are_not_named(log: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Also an activation of an evaluation, which has no gradient."""
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank: Any = Rank(ranks)
+        rank.file = rank.logged = rank.weights = rank.hidden = None
+        rank.attributes.begin()
+        for needs_grad in (True, False):
+            rank.file, rank.logged = (tmp_path / "log").open("a"), datetime.now(timezone.utc)
+            rank.weights = torch.full((10, 10), float(ranks.rank), requires_grad=needs_grad) * 2
+            rank.hidden = {"layers": [rank.weights]}
+            rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+            rank.file.close()
+        return rank.attributes.state_dict()
+
+    assert run_ranks(2, save)[0] == {"values": [{}, {}], "shared": {}, "named": []}
+    assert "a restart loses what it holds" not in log.text
+
+
+def test_long_set_is_shared_in_any_order(log: pytest.LogCaptureFixture) -> None:
+    """The order of texts in a set depends on the process."""
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank: Any = Rank(ranks)
+        rank.seen = {"ids": set[int]()}
+        rank.attributes.begin()
+        numbers = [1024 * number for number in range(999)]  # they collide, so the first one comes first
+        rank.seen["ids"].update(numbers if ranks.rank else reversed(numbers))
+        orders = ranks.gather(list(map(str, rank.seen["ids"])))
+        rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+        return orders[0] != orders[1], [*rank.attributes.state_dict()["shared"]]
+
+    assert run_ranks(2, save)[0] == (True, ["Rank.seen"])
+    assert "a restart loses what it holds" not in log.text
+
+
+def test_attribute_that_changes_late_is_found() -> None:
+    """Most at once, and all ranks find a change within a long list at the same step, by a sweep."""
+
+    def save(ranks: ThreadCollectives) -> Any:
+        rank: Any = Rank(ranks)
+        rank.late, rank.short, rank.rows, rank.constant = 0, [[0]], [[n] for n in range(999)], [[0]] * 999
+        rank.attributes.begin()
+        found = []
+        for step in range(1, STEPS_PER_SWEEP + 1):
+            if step > 5:
+                rank.late, rank.short[0][0], rank.rows[7][0], rank.large = step, step, step, rank.large + 1
+                setattr(rank, f"made{ranks.rank}", step)  # rank 0 alone looks for others
+            rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+            state = rank.attributes.state_dict()
+            found.append(sorted({*state["values"][0], *state["shared"]}))
+        return found, state["shared"]["Rank.rows"][7], state["values"][1]["Rank.late"]["value"]
+
+    found, row, late = run_ranks(2, save)[0]
+    at_once = ["Rank.large", "Rank.late", "Rank.made0", "Rank.short"]
+    assert found == [[]] * 5 + [at_once] * 44 + [sorted([*at_once, "Rank.rows"])]
+    assert (row, late) == ([STEPS_PER_SWEEP], STEPS_PER_SWEEP)
+
+
+def test_unchanged_attributes_are_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of many layers, and a long list."""
+
+    def count(ranks: ThreadCollectives) -> int:
+        rank: Any = Rank(ranks)
+        rank.rows = [[n] for n in range(999)]
+        rank.attributes.begin()
+        for _ in range(5):
+            rank.own += 1
+            reads.clear()
+            rank.attributes.read_own()
+        return len(reads)
+
+    reads: list[Any] = []
+
+    def read(value: Any) -> Any:
+        reads.append(value)
+        return plain_attributes.read(value)
+
+    monkeypatch.setattr(trainer_state, "read", read)
+    assert run_ranks(1, count)[0] == 3, "own, the short list and the short state of the model"
+
+
+def test_large_tensor_that_comes_to_differ_is_named(log: pytest.LogCaptureFixture) -> None:
+    """Also after boundaries at which all ranks had the same; no rank gets that of another."""
+
+    def save(ranks: ThreadCollectives) -> list[set[str]]:
+        rank, shared = Rank(ranks), []
+        rank.attributes.begin()
+        for factor in (0, 0, 1):
+            rank.large += 1 + factor * ranks.rank
+            rank.attributes.set_rows(ranks.gather(rank.attributes.read_own()))
+            shared.append({*rank.attributes.state_dict()["shared"]})
+        return shared
+
+    assert run_ranks(2, save)[0] == [{"Rank.large"}, {"Rank.large"}, set()]
+    assert "Rank.large has changed since train() began" in log.text
 
 
 def test_each_rank_gets_its_own_numbers_and_all_what_they_share(log: pytest.LogCaptureFixture) -> None:

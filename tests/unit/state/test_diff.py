@@ -61,6 +61,21 @@ def test_compare_leaves_out_when_a_trainer_started(tmp_path: Path) -> None:
     assert list(by_name(compare(one, other))) == ["trainer_start/zone"]
 
 
+def test_compare_leaves_out_floats_of_plain_attributes(tmp_path: Path) -> None:
+    """They may be durations, under any name; counts, and floats elsewhere, are compared."""
+    states = [
+        {"Speed.ema_dt": {"value": [0.1, {"b": 1.5}], "tensors": []}, "Speed.steps": {"value": 3}},
+        {"Speed.ema_dt": {"value": [0.2, {"b": 2.5}], "tensors": []}, "Speed.steps": {"value": 3}},
+        {"Speed.ema_dt": {"value": [0.2, {"b": 2.5}], "tensors": []}, "Speed.steps": {"value": 4}},
+    ]
+    one, equal, other = (
+        saved(tmp_path / "job" / f"n{i}", trainer_attributes={"values": [state], "shared": {}})
+        for i, state in enumerate(states)
+    )
+    assert not compare(one, equal).differences
+    assert list(by_name(compare(one, other))) == ["trainer_attributes/values/0/Speed.steps/value"]
+
+
 def test_compare_reports_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By name, with its size if it has one."""
     a = {
