@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_resume.checkpoint.json_codec import TensorRef
+from elastic_resume.state.generators import wrap_generator
 from elastic_resume.state.state_dict import NAME_BY_DTYPE
 
 Owners = Mapping[str, tuple[Any, frozenset[str]]]  # by name: an object, and attributes of it to leave out
@@ -175,6 +176,7 @@ def read(value: Any) -> Form:
         return Form(value)
     tensors: list[tuple[Tensor, Any]] = []  # each with its version
     try:
+        value = wrap_generator("attribute", value)
         if isinstance(value, nn.Module):
             plain: Any = value.state_dict(keep_vars=True)
         else:
@@ -242,7 +244,7 @@ def assign(owner: Any, name: str, form: Form, device: torch.device | None = None
     def make(tensor: Tensor) -> Tensor:
         return tensor.clone() if device is None else tensor.to(device, copy=True)
 
-    live = vars(owner).get(name)
+    live = wrap_generator(name, vars(owner).get(name))
     if isinstance(live, nn.Module):
         with torch.no_grad():
             for key, target in live.state_dict(keep_vars=True).items():

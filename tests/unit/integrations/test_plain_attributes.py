@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
@@ -200,3 +201,23 @@ def test_counts_that_a_state_dict_lacks_are_preserved() -> None:
             metric.update()
     assert [metric.read() for metric in metrics] == [[1, 1, 1]] * 3
     assert holder.stateful.calls == 1
+
+
+@pytest.mark.parametrize(
+    "make", [np.random.default_rng, random.Random, torch.Generator, np.random.RandomState], ids=str
+)
+def test_random_generator_goes_on_where_it_was(make: Any) -> None:
+    """It is the same object, which others may hold."""
+    holder = SimpleNamespace(rng=make())
+    before = read(holder.rng).with_copies()
+
+    def draw(generator: Any) -> float:
+        if isinstance(generator, torch.Generator):
+            return torch.rand(1, generator=generator).item()
+        return float(generator.random())
+
+    drawn, kept = [draw(holder.rng) for _ in range(3)], holder.rng
+    assert not read(holder.rng).is_same(before)
+    assign(holder, "rng", before)
+    assert [draw(holder.rng) for _ in range(3)] == drawn
+    assert holder.rng is kept
