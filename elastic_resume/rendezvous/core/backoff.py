@@ -14,6 +14,7 @@ from elastic_resume.rendezvous.core.peers import NEVER
 from elastic_resume.rendezvous.core.world import Incarnation
 
 MAX_BACKOFF_S = 300.0
+MAX_BASE_S = 5.0  # of the first wait: a job with a long node timeout gets its preempted nodes back as soon
 PATIENCE_S = 60.0
 """A view that lasts so long counts as progress in a job that has reported no step."""
 CALM_DELAYS = 4
@@ -24,7 +25,7 @@ class Backoff:
     """Which nodes have to wait, because they ended views without progress or made view changes fail."""
 
     def __init__(self, node_timeout_s: float) -> None:
-        self._node_timeout_s = node_timeout_s
+        self._base_s = min(node_timeout_s, MAX_BASE_S)
         self._by_node: dict[str, tuple[int, float]] = {}  # a name stays, also with an empty disk
         self._suspects: dict[str, float] = {}
         """When each node ended the newest view that was started; `settle` decides whether it spoiled it."""
@@ -58,6 +59,8 @@ class Backoff:
         has_newer = newest_step > self._newest_step
         patience_s = MAX_BACKOFF_S if newest_step else PATIENCE_S
         for name, ended_at in self._suspects.items():
+            if ended_at < self.started_at:
+                continue  # it ended an earlier view, which another leader has judged
             if has_newer or ended_at - self.started_at >= patience_s:
                 self._by_node.pop(name, None)
             else:
@@ -77,7 +80,7 @@ class Backoff:
 
     def _add(self, name: str, now: float) -> None:
         count = self._by_node.get(name, (0, now))[0] + 1
-        wait_s = min(MAX_BACKOFF_S, self._node_timeout_s * (2 ** (count - 1) - 1))
+        wait_s = min(MAX_BACKOFF_S, self._base_s * (_double(count - 1) - 1))
         self._by_node[name] = count, now + wait_s
 
     def remove(self, node: Incarnation) -> None:
@@ -90,4 +93,9 @@ class Backoff:
 
     def compute_scale_up_delay_s(self, delay_s: float) -> float:
         """Return how long a view runs at least before newcomers end it; normally `delay_s`."""
-        return max(delay_s, min(MAX_BACKOFF_S, delay_s * 2.0**self._doublings))
+        return max(delay_s, min(MAX_BACKOFF_S, delay_s * _double(self._doublings)))
+
+
+def _double(times: int) -> float:
+    """Return 2 to the power of ``times``; a node may end thousands of views, and a float has an end."""
+    return 2.0 ** min(times, 30)

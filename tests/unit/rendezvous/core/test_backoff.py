@@ -66,3 +66,37 @@ def test_newcomers_let_views_train_for_half_of_the_time() -> None:
     backoff.note_start(now, step)
     backoff.note_start(now + 1000.0, step)
     assert backoff.compute_scale_up_delay_s(1.0) == 1.0, "they come rarely"
+
+
+def test_thousands_of_lost_views_cost_no_error() -> None:
+    """A node that is needed does not wait, and its losses count all the same."""
+    backoff = Backoff(3.0)
+    for time_s in range(2000):
+        backoff.note_start(time_s, 1)
+        backoff.note_end(NODE, time_s + 0.5)
+        backoff.note_newcomers(time_s + 0.5)
+        backoff.settle(1)
+    assert backoff.wait_until(NODE) - 1999.5 == MAX_BACKOFF_S
+    assert backoff.compute_scale_up_delay_s(1.0) == MAX_BACKOFF_S
+
+
+def test_loss_that_an_earlier_leader_has_judged_is_not_held_against_a_node() -> None:
+    """A follower notes losses too, and may lead much later."""
+    backoff = Backoff(3.0)
+    for time_s in (0.0, 500.0, 1000.0):
+        backoff.note_start(time_s, 1)
+        if time_s == 0.0:
+            backoff.note_end(NODE, 100.0)  # settled by the leader of that time
+    backoff.settle(1)
+    backoff.note_start(1100.0, 1)
+    backoff.note_end(NODE, 1101.0)
+    backoff.settle(1)
+    assert backoff.wait_until(NODE) <= 1101.0, "the first time costs nothing"
+
+
+def test_first_wait_does_not_grow_with_the_node_timeout() -> None:
+    """A preempted node comes back as soon in a job that allows slow networks."""
+    backoff = Backoff(30.0)
+    for _ in range(2):
+        backoff.add(NODE, 10.0)
+    assert backoff.wait_until(NODE) == 15.0
