@@ -204,7 +204,9 @@ def test_counts_that_a_state_dict_lacks_are_preserved() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [np.random.default_rng, random.Random, torch.Generator, np.random.RandomState], ids=str
+    "make",
+    [np.random.default_rng, random.Random, torch.Generator, np.random.RandomState],
+    ids=["numpy", "python", "torch", "legacy"],
 )
 def test_random_generator_goes_on_where_it_was(make: Any) -> None:
     """It is the same object, which others may hold."""
