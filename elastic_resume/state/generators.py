@@ -19,10 +19,10 @@ class TrackedGenerator:
         self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain data, or as a tensor of bytes."""
+        """Return the state as plain data."""
         generator = self.generator
         if isinstance(generator, torch.Generator):
-            return {"state": generator.get_state()}
+            return {"state": generator.get_state().numpy().tobytes()}
         if isinstance(generator, random.Random):
             version, numbers, gauss = generator.getstate()
             return {"version": version, "numbers": list(numbers), "gauss": gauss}
@@ -34,7 +34,7 @@ class TrackedGenerator:
         """Set the generator's state."""
         generator = self.generator
         if isinstance(generator, torch.Generator):
-            generator.set_state(state["state"].cpu())
+            generator.set_state(torch.frombuffer(bytearray(state["state"]), dtype=torch.uint8))
         elif isinstance(generator, random.Random):
             generator.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))
         elif hasattr(generator, "bit_generator"):

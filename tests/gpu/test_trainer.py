@@ -34,7 +34,9 @@ def test_trial_of_a_loss_leaves_generators_of_the_gpu(
 
     monkeypatch.setattr(torch.random, "fork_rng", fork)
     trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(device=gpu.device), accelerator=SimpleNamespace(gather=lambda found: found)
+        args=SimpleNamespace(device=gpu.device),
+        accelerator=SimpleNamespace(gather=lambda found: found),
+        _elastic_attributes=None,
     )
 
     def compute(_: nn.Module, inputs: Tensor, num_items_in_batch: float) -> Tensor:
