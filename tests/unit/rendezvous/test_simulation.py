@@ -67,7 +67,7 @@ def draw_family(family: str, seeds: range) -> Iterator[Schedule]:
 SEARCHED_FIRST = {
     "newcomers-vote": 20,
     "votes-before-disk": 950,
-    "leader-votes-first": 740,
+    "leader-votes-first": 1400,
     "end-undecided": 110,
     "vote-while-running": 45,
     "nothing-bound": 40,
