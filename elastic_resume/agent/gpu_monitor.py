@@ -64,7 +64,6 @@ class GpuMonitor:
             return None
         self._first_listing = self._list_gpus(gpus.START_LIMIT_S)
         num_gpus, is_first = len(self._first_listing), not self._is_listed.is_set()
-        self._is_listed.set()
         if is_first and 0 < num_gpus < self._local_world_size:
             logger.warning(
                 "this node has %d workers and %d GPUs: a worker without a GPU of its own fails, unless "
@@ -72,6 +71,7 @@ class GpuMonitor:
                 self._local_world_size,
                 num_gpus,
             )
+        self._is_listed.set()  # after the line: whoever has waited for the list finds it
         self._report(self._list_broken())
         for xid_event in gpus.watch_xids([gpu for _, gpu in self._first_listing], EVENT_WAIT_S):
             if self._thread.is_closing:
