@@ -1,7 +1,8 @@
 """Run ``elastic-resume doctor``: show what a start without flags would take from its environment.
 
-The first lines are the problems, or say that there are none. Each value has its source. The command changes
-nothing, waits at most `TORCH_TIMEOUT_S` for torch, and shows no secret. The exit code is 1 if such a start
+The first lines are the problems, or say that there are none. Each value has its source. The command
+leaves nothing behind (it writes a file where checkpoints go, and removes it), waits at most `TORCH_TIMEOUT_S`
+for torch, and shows no secret. The exit code is 1 if such a start
 would fail. Run it like the job itself: ``srun elastic-resume doctor``.
 """
 

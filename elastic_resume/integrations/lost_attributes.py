@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from elastic_resume.integrations.plain_attributes import Clocks
+from elastic_resume.integrations.plain_attributes import Clocks, get_version
 from elastic_resume.state.diff import MEASURED
 
 MAX_ITEMS = 64  # of a container that are looked at
@@ -65,10 +65,10 @@ def _mark(value: Any, clocks: Clocks, depth: int = 0) -> Any:
     if isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
     if isinstance(value, Tensor):
-        return "tensor", id(value), value._version  # noqa: SLF001  reading the values may wait for a GPU
+        return "tensor", id(value), get_version(value)  # reading the values may wait for a GPU
     if isinstance(value, nn.Module):
         tensors = chain(value.parameters(), value.buffers())
-        return "module", sum(tensor._version for tensor in tensors)  # noqa: SLF001
+        return "module", [get_version(tensor) for tensor in tensors]
     if not isinstance(value, (list, tuple, set, dict)) and type(value).__name__ != "deque":
         return None
     items = list(value.values() if isinstance(value, dict) else value)[:MAX_ITEMS]

@@ -78,7 +78,7 @@ class Form:
 
     def seems_same(self) -> bool:
         """Return whether the tensors are as they were read."""
-        return tuple(map(_get_version, self.tensors)) == self.versions
+        return tuple(map(get_version, self.tensors)) == self.versions
 
     def with_copies(self) -> Form:
         """Return the form with copies of the tensors, to be set again."""
@@ -189,7 +189,8 @@ def read(value: Any) -> Form:
     return Form(skeleton, tuple(tensor for tensor, _ in tensors), tuple(version for _, version in tensors))
 
 
-def _get_version(tensor: Tensor) -> Any:
+def get_version(tensor: Tensor) -> Any:
+    """Return what changes with a tensor, as far as torch counts that: not in inference mode."""
     if tensor.is_inference():
         return tensor.data_ptr(), tensor.shape
     return tensor.data_ptr(), tensor.shape, tensor._version  # noqa: SLF001  counts changes in place
@@ -208,7 +209,7 @@ def _copy(value: Any, tensors: list[tuple[Tensor, Any]], count: list[int]) -> An
         return value
     if isinstance(value, Tensor):
         _check_tensor(value)
-        tensors.append((value, _get_version(value)))
+        tensors.append((value, get_version(value)))
         return TensorRef(str(len(tensors) - 1))
     if kind.__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in "biuf":
         tensors.append((torch.as_tensor(value.copy()), value.tobytes()))

@@ -395,11 +395,12 @@ def find_interface(host: str, endpoints: Sequence[Endpoint]) -> str | None:
     """
     outer = frozenset(address for address in local_addresses() if not address.is_loopback)
     own = [address for address in _look_up(host) if address in outer]
-    if not own:
-        others = [e for e in endpoints if not any(a.is_loopback or a in outer for a in _look_up(e.host))]
-        hosts = _Hosts(others, None, {e.host: _look_up(e.host) for e in others}, "", frozenset())
-        with contextlib.suppress(ConfigError):
-            own = [_find_source_address(hosts)] if others else []
+    for other in endpoints if not own else ():
+        answers = _look_up(other.host)
+        if answers and not any(address.is_loopback or address in outer for address in answers):
+            with contextlib.suppress(ConfigError):  # there is no route to it
+                own = [_find_source_address(_Hosts([other], None, {other.host: answers}, "", frozenset()))]
+                break
     for name, entries in psutil.net_if_addrs().items():
         if set(own) & set(_parse_addresses(entry.address for entry in entries)):
             return name

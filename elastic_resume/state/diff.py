@@ -112,8 +112,8 @@ def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
 def is_compared(name: str, value: Any) -> bool:
     """Return whether equal runs have the same value of this name.
 
-    A float in a plain attribute of a Trainer or callback may be a duration, under any name. If it is a
-    result, the weights, the log or a count differ too.
+    A float in a plain attribute of a Trainer or callback may be a duration, under any name, and is left out.
+    A wrong one shows only where weights, the log or a count follow from it.
     """
     is_maybe_duration = type(value) is float and name.startswith("trainer_attributes/")
     return not is_maybe_duration and _NOT_COMPARED.fullmatch(name) is None

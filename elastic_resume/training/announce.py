@@ -90,7 +90,7 @@ def log_start(
 
 
 def _log_new_process(result: ResumeResult) -> None:
-    """Log at a job's start that its script sets variables which a forked worker has no use for any more."""
+    """Log at a job's start that variables were set too late for forked workers."""
     started_at, _, variables = os.environ.get(constants.ENV_NEW_PROCESS, "").partition(" ")
     if variables and result.plan.kind == "cold":
         logger.info(

@@ -6,8 +6,9 @@ the resumed loop repeats the change, or leaves it out. Only rank 0 checks, and o
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,6 +93,16 @@ class FirstSteps:
         if self._steps > 1 or not self._is_new_start:
             return
         require_tracked_parameters(self._tracked)  # also of groups that were added since
+        with _without_failing():
+            self._check_objects()
+        if self._batches is not None and not (self._batches.iterators or self._batches.handed_out):
+            logger.warning(
+                "WARNING: the first step has read no batch of data=. If the loop reads another loader, a "
+                "resume continues at a wrong sample: pass the loader of the loop to er.resume()."
+            )
+
+    def _check_objects(self) -> None:
+        """Name objects of this process that the state lacks, and prepare to compare others later."""
         objects = list_checked_objects()
         self._later_checks.append(ChangedModules(self._tracked, objects))
         texts = find_untracked(self._tracked, objects, has_data="data" in self._tracked)
@@ -102,16 +113,12 @@ class FirstSteps:
                 self._later_checks.append(OwnPositions(self._tracked))
         for text in filter(None, texts):
             logger.warning(f"WARNING: {text}")
-        if self._batches is not None and not (self._batches.iterators or self._batches.handed_out):
-            logger.warning(
-                "WARNING: the first step has read no batch of data=. If the loop reads another loader, a "
-                "resume continues at a wrong sample: pass the loader of the loop to er.resume()."
-            )
 
     def _end_checks(self) -> None:
         for check in self._later_checks:
-            for text in check.describe():
-                logger.warning(f"WARNING: {text}")
+            with _without_failing():
+                for text in check.describe():
+                    logger.warning(f"WARNING: {text}")
         self._close_order()
 
     def _close_order(self) -> None:
@@ -125,6 +132,15 @@ class FirstSteps:
         if self._untracked_optimizers is not None:
             self._untracked_optimizers.close()
         self._close_order()
+
+
+@contextlib.contextmanager
+def _without_failing() -> Iterator[None]:
+    """Let a check that only warns end no job: it looks at any object of the process."""
+    try:
+        yield
+    except Exception:
+        logger.debug("a check of the first steps has failed.", exc_info=True)
 
 
 class CallOrder:

@@ -1,7 +1,7 @@
 """Find a loader of the script's own that counts on, in a loop whose data no argument names.
 
-A class with a position, or a generator, begins anew after a restart. Its variable is known by a number of it
-that has changed over a few steps.
+A class with a position, or a function with ``yield``, begins anew after a restart. Its variable is known by a
+number in it that has changed over a few steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OwnPositions:
                 f'track={{"{name}": er.per_rank({name})}}.'
             )
             if isinstance(value, GeneratorType):
-                remedy = "a generator cannot be saved: write a class with state_dict() and load_state_dict()."
+                remedy = "a function with yield cannot be saved: write a class with the two methods."
             texts.append(
                 f"{name} (a {type_name(value)}) counts on: the first steps have changed its {changed[0]!r}, "
                 f"and no checkpoint holds it. After a restart it begins anew. If training reads it, {remedy}"

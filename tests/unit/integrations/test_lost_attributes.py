@@ -86,3 +86,12 @@ def test_what_belongs_to_a_process_or_step_is_not_named(tmp_path: Path) -> None:
     item.losses.append(item.loss)
     with (tmp_path / "log").open("w") as item.file:
         assert changed.find() == [(item, ["losses", "best"])]
+
+
+def test_tensor_of_inference_mode_ends_no_training() -> None:
+    """Lightning validates in that mode, where torch counts no changes."""
+    module = SimpleNamespace(last=None)
+    lost = LostAttributes([module], ())
+    with torch.inference_mode():
+        module.last = torch.ones(3)
+    assert [names for _, names in lost.find()] == [["last"]]

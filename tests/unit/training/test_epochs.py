@@ -697,7 +697,11 @@ def test_loader_of_the_script_that_counts_on_is_named(
     log = capsys.readouterr().err
     named = "TokenLoader) counts on: the first steps have changed its 'position', and no checkpoint holds it"
     assert log.count(named) == log.count("er.per_rank(train_loader)") == (not is_tracked)
-    assert log.count("batches (a generator) counts on") == log.count("a generator cannot") == (not is_tracked)
+    assert (
+        log.count("batches (a generator) counts on")
+        == log.count("a function with yield cannot")
+        == (not is_tracked)
+    )
     assert ("WARNING: train_loader (a" in log) != is_tracked
     assert "val_loader" not in log
     assert "batch_time" not in log
@@ -797,3 +801,29 @@ def test_streams_and_global_batches_need_no_sampler(begin: Begin) -> None:
             if epochs.run.last_micro_batch:
                 job.optimizer.step()
     assert job.at == (2, 0, 6)
+
+
+class Unreadable(nn.Module):
+    """A module of the script, such as one that is built later, whose parameters cannot be listed."""
+
+    is_open = False
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Fail, at first or later."""
+        if not self.is_open:
+            raise RuntimeError("not built yet")
+        return super().named_parameters(*args, **kwargs)
+
+
+@pytest.mark.parametrize("fails_at_once", [True, False])
+def test_check_that_fails_ends_no_job(begin: Begin, fails_at_once: bool) -> None:
+    """It only warns, on one rank, and the others would wait."""
+    job, module = begin(), Unreadable()
+    module.register_buffer("counts", torch.zeros(3))
+    module.is_open = not fails_at_once
+    steps = er.steps(6, **job.arguments())
+    job.run = steps.run
+    for step in steps:
+        job.train(torch.tensor([step]))
+        module.is_open = False
+    assert steps.run.position.step == 6
