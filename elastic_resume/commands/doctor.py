@@ -2,8 +2,8 @@
 
 The first lines are the problems, or say that there are none. Each value has its source. The command
 leaves nothing behind (it writes a file where checkpoints go, and removes it), waits at most `TORCH_TIMEOUT_S`
-for torch, and shows no secret. The exit code is 1 if such a start
-would fail. Run it like the job itself: ``srun elastic-resume doctor``.
+for torch, and shows no secret. The exit code is 1 if such a start would fail. Run it like the job itself:
+``srun elastic-resume doctor``.
 """
 
 from __future__ import annotations
