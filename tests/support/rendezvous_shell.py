@@ -137,11 +137,15 @@ def dial(shell: Shell) -> socket.socket:
 
 async def join(shell: Shell, peer: socket.socket) -> int:
     """Authenticate a peer; return the number of its connection."""
-    known = len(shell.find(PeerConnected))
+
+    def find_accepted() -> list[int]:
+        """Connections that the server dials itself have numbers above zero."""
+        return [event.conn_id for event in shell.find(PeerConnected) if event.conn_id < 0]
+
+    known = len(find_accepted())
     await asyncio.to_thread(authenticate, peer)
-    await wait_for(lambda: len(shell.find(PeerConnected)) > known)
-    conn_id: int = shell.find(PeerConnected)[-1].conn_id
-    return conn_id
+    await wait_for(lambda: len(find_accepted()) > known)
+    return find_accepted()[-1]
 
 
 async def ends(peer: socket.socket) -> bool:
