@@ -222,17 +222,19 @@ def read_image(
             cleanup.callback(os.close, direct_descriptor)
         readers = cleanup.enter_context(ThreadPoolExecutor(_READ_THREADS, "elastic-resume-read"))
 
-        def read(index: int) -> int:
+        def read(index: int) -> bool:
             start, block = index * manifest.block_bytes, _block_view(image, manifest, index)
             done = 0
             if direct_descriptor >= 0 and not _is_cached(descriptor, start, len(block)):
                 done = _read_direct(direct_descriptor, start, block)
             read_exact(descriptor, start + done, block[done:])
-            _verify_block(manifest, index, image)
-            return start + len(block)
+            return _is_whole(manifest, index, image)
 
-        for end in readers.map(read, range(len(manifest.blocks))):  # an error cancels the other reads
-            on_verified(end)
+        # In order, so that the header is there when a damaged block is described. An error cancels the rest.
+        for index, is_whole in enumerate(readers.map(read, range(len(manifest.blocks)))):
+            if not is_whole:
+                raise _describe_damage(manifest, index, image)
+            on_verified(min((index + 1) * manifest.block_bytes, manifest.file_bytes))
         Layout.parse(image, manifest.file_bytes)
     return image
 
@@ -268,7 +270,8 @@ def verify_mapping(
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         for index in range(len(manifest.blocks)):
             _prefault(mapping, index * manifest.block_bytes, manifest.block_bytes)
-            _verify_block(manifest, index, image)
+            if not _is_whole(manifest, index, image):
+                raise _describe_damage(manifest, index, image)
             on_verified(min((index + 1) * manifest.block_bytes, manifest.file_bytes))
         Layout.parse(image, manifest.file_bytes)
 
@@ -307,14 +310,17 @@ def _prefault(mapping: mmap.mmap, start: int, size: int) -> None:
             raise
 
 
-def _verify_block(manifest: Manifest, index: int, image: memoryview) -> None:
-    block = _block_view(image, manifest, index)
-    if xxhash.xxh3_128_hexdigest(block) != manifest.blocks[index]:
-        start, stop = index * manifest.block_bytes, index * manifest.block_bytes + len(block)
-        raise CorruptError(
-            f"{constants.STATE_FILE} bytes {start} to {stop} do not match their digest"
-            f"{_describe_tensors(image, start, stop)}."
-        )
+def _is_whole(manifest: Manifest, index: int, image: memoryview) -> bool:
+    return xxhash.xxh3_128_hexdigest(_block_view(image, manifest, index)) == manifest.blocks[index]
+
+
+def _describe_damage(manifest: Manifest, index: int, image: memoryview) -> CorruptError:
+    start = index * manifest.block_bytes
+    stop = start + len(_block_view(image, manifest, index))
+    return CorruptError(
+        f"{constants.STATE_FILE} bytes {start} to {stop} do not match their digest"
+        f"{_describe_tensors(image, start, stop)}."
+    )
 
 
 def _describe_tensors(image: memoryview, start: int, stop: int) -> str:

@@ -10,6 +10,8 @@ import mmap
 import os
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -321,6 +323,28 @@ def test_quick_check_finds_damage_of_manifest_or_size(tmp_path: Path, case: str)
             check(path, RUN)
         assert str(path) in str(caught.value)
     assert set(os.listdir("/proc/self/fd")) <= set(descriptors)  # noqa: PTH208 - other tests' may be closed
+
+
+def test_damage_is_described_although_the_header_is_read_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads read, and the names of the tensors are in the first block."""
+    path = save_checkpoint(tmp_path)
+    manifest = quick_check(path, RUN)
+    flip_bits(path / STATE, 7000)
+    read_exact, is_damage_read = reader.read_exact, threading.Event()
+
+    def read_first_block_last(descriptor: int, offset: int, into: memoryview) -> None:
+        if offset == 0:
+            assert is_damage_read.wait(10)
+            time.sleep(0.1)  # the damaged block is verified meanwhile
+        read_exact(descriptor, offset, into)
+        if offset == 6144:
+            is_damage_read.set()
+
+    monkeypatch.setattr(reader, "read_exact", read_first_block_last)
+    with pytest.raises(CorruptError, match="they hold model.weight"):
+        read_image(path, manifest)
 
 
 @pytest.mark.parametrize("case", DEEP_DAMAGE)
