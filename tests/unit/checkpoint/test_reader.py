@@ -343,7 +343,7 @@ def test_damage_is_described_although_the_header_is_read_last(
             is_damage_read.set()
 
     monkeypatch.setattr(reader, "read_exact", read_first_block_last)
-    with pytest.raises(CorruptError, match="they hold model.weight"):
+    with pytest.raises(CorruptError, match=r"they hold model\.weight"):
         read_image(path, manifest)
 
 
