@@ -47,7 +47,10 @@ class OwnPositions:
                 f'track={{"{name}": er.per_rank({name})}}.'
             )
             if isinstance(value, GeneratorType):
-                remedy = "a function with yield cannot be saved: write a class with the two methods."
+                remedy = (
+                    "a function with yield cannot be saved: write a class with state_dict() and "
+                    f'load_state_dict(), and pass track={{"{name}": er.per_rank({name})}}.'
+                )
             texts.append(
                 f"{name} (a {type_name(value)}) counts on: the first steps have changed its {changed[0]!r}, "
                 f"and no checkpoint holds it. After a restart it begins anew. If training reads it, {remedy}"

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -332,16 +331,18 @@ def test_damage_is_described_although_the_header_is_read_last(
     path = save_checkpoint(tmp_path)
     manifest = quick_check(path, RUN)
     flip_bits(path / STATE, 7000)
-    read_exact, is_damage_read = reader.read_exact, threading.Event()
+    read_exact, are_others_read = reader.read_exact, threading.Event()
 
     def read_first_block_last(descriptor: int, offset: int, into: memoryview) -> None:
         if offset == 0:
-            assert is_damage_read.wait(10)
-            time.sleep(0.1)  # the damaged block is verified meanwhile
+            assert are_others_read.wait(10)
+        if offset == 8192:
+            are_others_read.set()
         read_exact(descriptor, offset, into)
-        if offset == 6144:
-            is_damage_read.set()
 
+    # One thread reads the first block, the other the rest: at the last block the damaged one is judged.
+    monkeypatch.setattr(reader, "_READ_THREADS", 2)
+    monkeypatch.setattr(reader, "_open_direct", lambda _: -1)
     monkeypatch.setattr(reader, "read_exact", read_first_block_last)
     with pytest.raises(CorruptError, match=r"they hold model\.weight"):
         read_image(path, manifest)
