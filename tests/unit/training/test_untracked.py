@@ -227,21 +227,21 @@ CASES: dict[str, tuple[Callable[[Objects], Objects], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_object_that_was_not_given_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_that_was_not_given_is_named(case: str) -> None:
     """What is called x is not given."""
-    others = gc.get_objects()  # of other tests
-    known = set(map(id, others))
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    objects: Objects = {"model": model, "optimizer": adam(model)}
-    make, told = CASES[case]
-    made = make(objects)
-    tracked = objects | {name: item for name, item in made.items() if name != "x"}
-    new = [item for item in gc.get_objects() if id(item) not in known]
-    monkeypatch.setattr(gc, "get_objects", lambda: new)
-    found = untracked.find_untracked(tracked, untracked.list_checked_objects(), has_data="data" in tracked)
+    gc.freeze()  # what other tests have left is not looked at
+    try:
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        objects: Objects = {"model": model, "optimizer": adam(model)}
+        make, told = CASES[case]
+        made = make(objects)
+        tracked = objects | {name: item for name, item in made.items() if name != "x"}
+        checked = untracked.list_checked_objects()
+        found = untracked.find_untracked(tracked, checked, has_data="data" in tracked)
+    finally:
+        gc.unfreeze()
     assert len(found) == bool(told), found
     assert told in "".join(found)
-    del others
 
 
 def test_loader_and_gradients_keep_nothing_alive() -> None:
