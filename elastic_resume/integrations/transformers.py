@@ -52,6 +52,7 @@ from elastic_resume.data.rng import preserve_cpu_generators, seeded
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.integrations import (
     LOADER_ARGUMENTS,
+    WAIT_LIMIT_S,
     require_methods,
     require_versions,
     set_known,
@@ -651,7 +652,7 @@ class ElasticTrainer(transformers.Trainer):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._elastic_get_run().busy("save_checkpoint"):
+        with self._elastic_get_run().busy("save_checkpoint", WAIT_LIMIT_S):
             super()._save_checkpoint(model, trial)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
