@@ -22,8 +22,8 @@ These methods of the Trainer are overridden:
 - ``_maybe_log_save_evaluate`` counts the step afterwards.
 - ``_evaluate`` and ``_save_checkpoint`` pause hang detection.
 - ``_load_rng_state`` does nothing, because the run seeds the generators.
-- ``_finalize_training`` commits the final state before the best model is loaded. If the job had finished before
-  it started, this and ``log`` return the times and rates of the start that finished it.
+- ``_finalize_training`` commits the final state before the best model is loaded. In another start of a
+  finished job, this and ``log`` return the times and rates of the start that finished it.
 - ``get_total_train_batch_size`` returns the global batch.
 """
 
@@ -673,16 +673,18 @@ class ElasticTrainer(transformers.Trainer):
         self._initial_global_step = first
         output = super()._finalize_training(trial, num_train_samples, start_time)
         if self._elastic_finished:
+            output.metrics.update(self._elastic_finished["metrics"])  # log() may have had a copy
             self.state.stateful_callbacks = self._elastic_finished["callbacks"]
+            self.state.log_history[-1:] = self._elastic_finished["logged"]
             self._elastic_finished = {}
         elif own_steps:
             metrics, callbacks = trainer_start.measured(output.metrics), self.state.stateful_callbacks
             finished = {"step": run.position.step, "metrics": metrics, "callbacks": callbacks}
-            trainer_start.record(run, finished=finished)
+            trainer_start.record(run, finished={**finished, "logged": self.state.log_history[-1:]})
         return output
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log, with the measured values of the start that finished the training if this one begins after it."""
+        """Log; another start of a finished job has the measured values of the start that finished it."""
         logs.update(self._elastic_finished.get("metrics", {}))
         super().log(logs, *args, **kwargs)
 
