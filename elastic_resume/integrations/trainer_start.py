@@ -75,8 +75,11 @@ def measured(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_finished(run: Run) -> dict[str, Any]:
     """Return what the start that finished the training has recorded, or nothing."""
-    finished = (node_dir.read_json(run._context.node_dir / TRAINER_FILE) or {}).get("finished")  # noqa: SLF001
-    return finished if isinstance(finished, dict) and finished.get("step") == run.position.step else {}
+    path = run._context.node_dir / TRAINER_FILE  # noqa: SLF001
+    finished: dict[str, Any] = (node_dir.read_json(path) or {}).get("finished") or {}
+    kinds = {"step": int, "metrics": dict, "callbacks": dict, "logged": list}
+    is_whole = isinstance(finished, dict) and all(isinstance(finished.get(n), k) for n, k in kinds.items())
+    return finished if is_whole and finished["step"] == run.position.step else {}
 
 
 def check_same_checkpoint(trainer: Any, path: str | None) -> None:
