@@ -6,11 +6,11 @@ shape and bits are: -0.0 differs from 0.0, and a NaN equals only a NaN with the 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,8 @@ def describe_value(value: Any) -> str:
 def _describe_values(a: Any, b: Any) -> tuple[str, str]:
     """Describe two values that differ, as `describe_value`; of long texts show where they begin to differ."""
     texts = [repr(a), repr(b)]
-    begin = len(commonprefix(texts)) - 20
+    same = (x == y for x, y in zip(*texts, strict=False))
+    begin = sum(itertools.takewhile(bool, same)) - 20
     if begin <= 0 or max(map(len, texts)) <= 60 or isinstance(a, Tensor) or isinstance(b, Tensor):
         return describe_value(a), describe_value(b)
     ends = [text[begin:] if len(text) <= begin + 54 else f"{text[begin : begin + 54]}..." for text in texts]

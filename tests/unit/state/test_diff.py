@@ -143,8 +143,8 @@ def test_long_texts_are_shown_from_where_they_differ() -> None:
     """An entry of a log differs in its last value."""
     one, other = (json.dumps({"loss": 1.9734480381011963, "grad_norm": 0.5, "tokens": n}) for n in (360, 40))
     (difference,) = find_differences("log", one, other)
-    assert difference.value_a == """...m": 0.5, "tokens": 360}'"""
-    assert difference.value_b == """...m": 0.5, "tokens": 40}'"""
+    assert difference.value_a == """...rm": 0.5, "tokens": 360}'"""
+    assert difference.value_b == """...rm": 0.5, "tokens": 40}'"""
     (difference,) = find_differences("log", one, one + "x" * 80)
     assert len(difference.value_b) == 60
     (difference,) = find_differences("log", one[:50], one[:49])
