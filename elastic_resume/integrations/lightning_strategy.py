@@ -652,7 +652,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             path = Path(filepath)
             order = 2 * self._run.position.step + (2 if self._is_in_step else 1)
             lost_steps.note(path.parent, path.name, order)
-        with self._run.busy("a checkpoint of Lightning"):
+        with self._run.busy("a checkpoint of Lightning", WAIT_LIMIT_S):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero and "://" not in str(filepath):
             lost_steps.drop_replaced(path.parent, path.name)

@@ -1,4 +1,7 @@
-"""Start a Trainer: with the global batch of the job's first start, or after the steps of another job."""
+"""Start a Trainer: with the global batch of the job's first start, or after the steps of another job.
+
+A file in each node's directory keeps that global batch, and what a finished training has measured.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,12 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.state.diff import MEASURED
 from elastic_resume.training.run import Run
 
 logger = logging.getLogger(__name__)
 
-BATCH_FILE = "trainer.json"  # in the node's directory
+TRAINER_FILE = "trainer.json"  # in the node's directory
 
 
 def find_global_batch(trainer: Any, options: dict[str, Any]) -> int:
@@ -36,7 +41,7 @@ def find_global_batch(trainer: Any, options: dict[str, Any]) -> int:
     here = parts[0] * parts[1] * parts[2]
     names = {name: options[name] for name in ("ckpt_dir", "run_id", "node_name") if options.get(name)}
     settings = Settings.for_worker(os.environ, sys.argv[0], **names)
-    path = settings.ckpt_dir / settings.run_id / settings.node_name / BATCH_FILE
+    path = settings.ckpt_dir / settings.run_id / settings.node_name / TRAINER_FILE
     own = (node_dir.read_json(path) or {}).get("global_batch")
     own_tensor = torch.tensor([own if type(own) is int and own > 0 else 0], device=args.device)
     recorded = int(trainer.accelerator.gather(own_tensor).max())
@@ -49,16 +54,32 @@ def find_global_batch(trainer: Any, options: dict[str, Any]) -> int:
     return recorded or here
 
 
-def record_global_batch(run: Run, global_batch: int) -> None:
-    """Write the global batch into the node's directory, if it is not there.
+def record(run: Run, **values: Any) -> None:
+    """Write what later starts read into the node's directory, if it is not there.
 
-    If the disk fails, a start with another number of ranks is refused for its order of samples.
+    If the disk fails, a start with another number of ranks is refused for its order of samples, and another
+    start of a finished job measures anew.
     """
     context = run._context  # noqa: SLF001
-    path = context.node_dir / BATCH_FILE
-    if context.is_local_leader and node_dir.read_json(path) != {"global_batch": global_batch}:
-        with contextlib.suppress(MachineError):
-            DISK.write_atomic(path, json.dumps({"global_batch": global_batch}).encode())
+    path = context.node_dir / TRAINER_FILE
+    before = node_dir.read_json(path) or {}
+    if context.is_local_leader and before != {**before, **values}:
+        with contextlib.suppress(MachineError, TypeError):  # a callback's state may be no JSON
+            DISK.write_atomic(path, json.dumps({**before, **values}).encode())
+
+
+def measured(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``logs`` has of this process's own: times and rates."""
+    return {name: value for name, value in logs.items() if MEASURED.search(name)}
+
+
+def read_finished(run: Run) -> dict[str, Any]:
+    """Return what the start that finished the training has recorded, or nothing."""
+    path = run._context.node_dir / TRAINER_FILE  # noqa: SLF001
+    finished: dict[str, Any] = (node_dir.read_json(path) or {}).get("finished") or {}
+    kinds = {"step": int, "metrics": dict, "callbacks": dict, "logged": list}
+    is_whole = isinstance(finished, dict) and all(isinstance(finished.get(n), k) for n, k in kinds.items())
+    return finished if is_whole and finished["step"] == run.position.step else {}
 
 
 def check_same_checkpoint(trainer: Any, path: str | None) -> None:

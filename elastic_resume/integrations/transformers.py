@@ -22,7 +22,8 @@ These methods of the Trainer are overridden:
 - ``_maybe_log_save_evaluate`` counts the step afterwards.
 - ``_evaluate`` and ``_save_checkpoint`` pause hang detection.
 - ``_load_rng_state`` does nothing, because the run seeds the generators.
-- ``_finalize_training`` commits the final state before the best model is loaded.
+- ``_finalize_training`` commits the final state before the best model is loaded. In another start of a
+  finished job, this and ``log`` return the times and rates of the start that finished it.
 - ``get_total_train_batch_size`` returns the global batch.
 """
 
@@ -52,6 +53,7 @@ from elastic_resume.data.rng import preserve_cpu_generators, seeded
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.integrations import (
     LOADER_ARGUMENTS,
+    WAIT_LIMIT_S,
     require_methods,
     require_versions,
     set_known,
@@ -87,6 +89,7 @@ METHODS = (
     "_save_checkpoint model trial",
     "_load_rng_state checkpoint",
     "_finalize_training trial num_train_samples start_time",
+    "log logs",
 )
 require_methods("transformers", OLDEST, BELOW, {"transformers.Trainer": METHODS})
 
@@ -234,6 +237,7 @@ class ElasticTrainer(transformers.Trainer):
     _elastic_checkpoint: str | bool | None = None  # resume_from_checkpoint
     _elastic_has_sum: bool | None = None  # see `_elastic_is_sum`; None until a loss was computed
     _elastic_is_loop_set = False
+    _elastic_finished: Mapping[str, Any] = {}  # recorded by an earlier start, if it has finished the training
     _initial_global_step: int  # the Trainer's: where this process began
 
     # ---- before the first step -------------------------------------------------------------------------
@@ -399,7 +403,7 @@ class ElasticTrainer(transformers.Trainer):
             data=loader,
             **{**options, "track": {**(options.get("track") or {}), **tracked}},
         )
-        trainer_start.record_global_batch(run, self.elastic_global_batch)
+        trainer_start.record(run, global_batch=self.elastic_global_batch)
         if self._elastic_checkpoint:
             self._elastic_start_from(max_steps, num_update_steps_per_epoch, num_train_epochs, trial)
         self._elastic_continue_loggers(start.nanoseconds)
@@ -651,20 +655,38 @@ class ElasticTrainer(transformers.Trainer):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._elastic_get_run().busy("save_checkpoint"):
+        with self._elastic_get_run().busy("save_checkpoint", WAIT_LIMIT_S):
             super()._save_checkpoint(model, trial)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         self._elastic_set_loop()
-        self._elastic_get_run().close()
+        run = self._elastic_get_run()
+        run.close()
         # train_loss is the mean over all steps. The rates belong to the steps of this process, so the time
         # of the others is estimated from these.
         first = self._elastic_progress.first_step
         if own_steps := self.state.global_step - self._initial_global_step:
             now = time.time()
             start_time = now - (now - start_time) * (self.state.global_step - first) / own_steps
+        else:
+            self._elastic_finished = trainer_start.read_finished(run)
         self._initial_global_step = first
-        return super()._finalize_training(trial, num_train_samples, start_time)
+        output = super()._finalize_training(trial, num_train_samples, start_time)
+        if self._elastic_finished:
+            output.metrics.update(self._elastic_finished["metrics"])  # log() may have had a copy
+            self.state.stateful_callbacks = self._elastic_finished["callbacks"]
+            self.state.log_history[-1:] = self._elastic_finished["logged"]
+            self._elastic_finished = {}
+        elif own_steps:
+            metrics, callbacks = trainer_start.measured(output.metrics), self.state.stateful_callbacks
+            finished = {"step": run.position.step, "metrics": metrics, "callbacks": callbacks}
+            trainer_start.record(run, finished={**finished, "logged": self.state.log_history[-1:]})
+        return output
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log; another start of a finished job has the measured values of the start that finished it."""
+        logs.update(self._elastic_finished.get("metrics", {}))
+        super().log(logs, *args, **kwargs)
 
 
 def _without_labels(batch: Any) -> Any:

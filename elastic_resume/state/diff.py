@@ -6,6 +6,7 @@ shape and bits are: -0.0 differs from 0.0, and a NaN equals only a NaN with the 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -127,7 +128,7 @@ def find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
     elif not isinstance(a, Tensor) or not isinstance(b, Tensor):
         are_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
         if type(a) is not type(b) or not (are_nan or a == b):
-            yield Difference(name, "value", describe_value(a), describe_value(b))
+            yield Difference(name, "value", *_describe_values(a, b))
     elif a.shape != b.shape:
         yield Difference(name, "shape", describe_value(a), describe_value(b))
     elif a.dtype != b.dtype:
@@ -155,6 +156,17 @@ def describe_value(value: Any) -> str:
         return describe_tensor(value)
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _describe_values(a: Any, b: Any) -> tuple[str, str]:
+    """Describe two values that differ, as `describe_value`; of long texts show where they begin to differ."""
+    texts = [repr(a), repr(b)]
+    same = (x == y for x, y in zip(*texts, strict=False))
+    begin = sum(itertools.takewhile(bool, same)) - 20
+    if begin <= 0 or max(map(len, texts)) <= 60 or isinstance(a, Tensor) or isinstance(b, Tensor):
+        return describe_value(a), describe_value(b)
+    ends = [text[begin:] if len(text) <= begin + 54 else f"{text[begin : begin + 54]}..." for text in texts]
+    return f"...{ends[0]}", f"...{ends[1]}"
 
 
 def iter_chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -39,6 +39,9 @@ FLIGHT_RECORDERS: tuple[tuple[str, str, dict[str, str]], ...] = (
 MAX_ENTRIES_BYTES = 512 * 1024  # of one recorder: about 1,000 entries, as many as CUDA queues kernels
 MAX_FIELD_BYTES = 64 * 1024
 
+# An evaluation may take hours; ranks that wait within it for one that never comes must not wait for ever.
+BUSY_LIMIT_S = 4 * 3600.0
+
 
 class RankHeartbeat:
     """This rank's record on the progress page, in one generation."""
@@ -87,7 +90,7 @@ class RankHeartbeat:
         self._set_idle()
 
     @contextlib.contextmanager
-    def busy(self, limit_s: float = 0.0) -> Iterator[None]:
+    def busy(self, limit_s: float = BUSY_LIMIT_S) -> Iterator[None]:
         """Pause hang detection for a long operation that is not a step. Blocks may be nested.
 
         ``limit_s``: see `ProgressPage.set_busy`. The outermost block's limit applies.

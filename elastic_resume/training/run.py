@@ -38,7 +38,7 @@ from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
 from elastic_resume.training import announce, ddp, ddp_check, hsdp, worker_exit
 from elastic_resume.training.first_steps import FirstSteps
-from elastic_resume.training.heartbeat import count_collectives
+from elastic_resume.training.heartbeat import BUSY_LIMIT_S, count_collectives
 from elastic_resume.training.own_time import OwnTime
 from elastic_resume.training.progress import StepLimit
 from elastic_resume.training.rank0_buffers import Rank0Buffers
@@ -589,11 +589,11 @@ class Run:
         return hook
 
     @contextlib.contextmanager
-    def busy(self, reason: str, limit_s: float = 0.0) -> Iterator[None]:
+    def busy(self, reason: str, limit_s: float = BUSY_LIMIT_S) -> Iterator[None]:
         """Pause hang detection during a long operation without steps, such as an evaluation.
 
-        Use it on all ranks, because ranks that wait for others do not step either. After ``limit_s`` seconds
-        the operation counts as a hang; 0 means never.
+        Use it on all ranks, because ranks that wait for others do not step either. After ``limit_s`` seconds,
+        four hours unless given, hang detection goes on; 0 means never.
         """
         self._context.events.emit("busy", **self._position_fields(), reason=reason)
         with self._heartbeat.busy(limit_s):

@@ -383,6 +383,25 @@ def test_global_batch_is_that_of_the_first_start(job: Job, log: pytest.LogCaptur
     assert "1 ranks x 4 accumulation steps would make 8" in log.text
 
 
+def test_second_start_of_a_finished_training_writes_the_same_files(job: Job) -> None:
+    """Its own times are those of a start without a step."""
+
+    class Measuring(Counting):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            metrics = super().train(*args, **kwargs).metrics
+            self.save_metrics("train", metrics)
+            self.save_state()
+            return metrics
+
+    def train() -> dict[str, str]:
+        job.train(kind=Measuring, save_strategy="steps", save_steps=4)
+        return {path.name: path.read_text() for path in (job.directory / "output").glob("*.json")}
+
+    first = train()
+    assert {"train_results.json", "trainer_state.json"} <= first.keys()
+    assert train() == first
+
+
 def test_classes_come_under_their_names() -> None:
     """Of transformers; those of TRL are made in the same way, see the page of the Trainer."""
     kind = integration.Seq2SeqTrainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from elastic_resume import constants
 from elastic_resume.cli import main
-from elastic_resume.state.diff import Comparison, Difference, compare
+from elastic_resume.state.diff import Comparison, Difference, compare, find_differences
 from tests.support import checkpoint_samples
 from tests.support.state_image import save_checkpoint, train_small_model
 
@@ -136,6 +137,18 @@ def test_compare_reports_every_kind_of_difference(tmp_path: Path, capsys: pytest
     assert "  model/gone: only in A (float32[1])\n" in output
     assert "  extra/lr: 0.1 -> 0.2\n" in output
     assert output.endswith("12 differences: 12 tensors and 9 other values compared\n")
+
+
+def test_long_texts_are_shown_from_where_they_differ() -> None:
+    """An entry of a log differs in its last value."""
+    one, other = (json.dumps({"loss": 1.9734480381011963, "grad_norm": 0.5, "tokens": n}) for n in (360, 40))
+    (difference,) = find_differences("log", one, other)
+    assert difference.value_a == """...rm": 0.5, "tokens": 360}'"""
+    assert difference.value_b == """...rm": 0.5, "tokens": 40}'"""
+    (difference,) = find_differences("log", one, one + "x" * 80)
+    assert len(difference.value_b) == 60
+    (difference,) = find_differences("log", one[:50], one[:49])
+    assert difference.value_a == repr(one[:50])
 
 
 def test_diff_of_two_steps_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
