@@ -64,6 +64,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def freeze_objects() -> Iterator[None]:
+    """Let the collector, and the searches of `training.untracked`, look at no objects of earlier tests."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `make soak` has the time for; a skip would mean that something is missing.
 

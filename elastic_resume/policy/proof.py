@@ -104,9 +104,14 @@ def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) ->
     ``mode`` and errors are those of `resume_plan.choose_resume_plan`.
     """
     plan = resume_plan.choose_resume_plan(inventories, mode)
-    base = _find_base(inventories, plan, world_size)
-    if base is None:
+    newest = plan.saved_state_for(plan.source_node)
+    if newest is None or not _can_be_repeated(inventories, plan, newest, world_size):
         return plan
+    if len(plan.holders) < min(2, len(inventories)):  # nothing is sent before the verdict
+        return replace(plan, unproved=f"{plan.source_node} alone holds this step")
+    base = _choose_base(next(i.saved_states for i in inventories if i.node == plan.source_node), newest)
+    if base is None:
+        return replace(plan, unproved="no earlier snapshot is in memory")
     earlier = [
         replace(
             each,
@@ -128,24 +133,22 @@ def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) ->
     )
 
 
-def _find_base(inventories: Sequence[Inventory], plan: ResumePlan, world_size: int) -> SavedState | None:
-    """Return the earlier state to resume from, or None if there is to be no proof."""
-    newest = plan.saved_state_for(plan.source_node)
-    if newest is None or newest.tier != MEMORY or not all(each.wants_proof for each in inventories):
-        return None
+def _can_be_repeated(
+    inventories: Sequence[Inventory], plan: ResumePlan, newest: SavedState, world_size: int
+) -> bool:
+    """Return whether a proof is wanted, and the ranks are those that have computed the newest state."""
+    if newest.tier != MEMORY or not all(each.wants_proof for each in inventories):
+        return False
     if any(each.replayed_version >= newest.version for each in inventories):
-        return None  # the replay of that state has ended without a verdict, or the state was not proved
-    if len(plan.holders) < min(2, len(inventories)):
-        return None  # nothing is sent before the verdict, so it would be lost with its only node
+        return False  # the replay of that state has ended without a verdict, or the state was not proved
     leader_by_node = {each.node: each.local_leader_rank for each in inventories}
     has_moved = any(
         state.writer_rank != leader_by_node[node] for node, state in plan.holders if state.owner_node == node
     )
     sizes = {each.last_world_size for each in inventories if each.last_generation == newest.generation}
     may_resize = all(each.proves_any_size for each in inventories)
-    if has_moved or not (may_resize or sizes == {world_size}):
-        return None  # other ranks read other samples and draw other random numbers
-    return _choose_base(next(i.saved_states for i in inventories if i.node == plan.source_node), newest)
+    # Other ranks read other samples and draw other random numbers.
+    return not has_moved and (may_resize or sizes == {world_size})
 
 
 def _choose_base(states: Sequence[SavedState], newest: SavedState) -> SavedState | None:

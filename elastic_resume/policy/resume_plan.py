@@ -99,6 +99,7 @@ class ResumePlan:
     ``kind`` is "resumed" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
     maps node names to the state that each node reads; ``receiving_nodes`` get it sent. ``target`` is the
     newest state, if the generation starts from an earlier one and computes it again; see `proof`.
+    ``unproved`` says why it does not, though a proof is wanted.
     """
 
     kind: str
@@ -113,6 +114,7 @@ class ResumePlan:
     recomputed_steps: int = 0
     previous_world_size: int | None = None
     target: SavedState | None = None
+    unproved: str = ""
 
     @property
     def version(self) -> tuple[int, int]:

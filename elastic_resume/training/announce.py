@@ -121,6 +121,8 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         again = format_count(plan.target.step - plan.step, "finished step")
         again = "the end of an epoch" if plan.target.step == plan.step else again
         lost += f"; {again} will be computed again to prove the resume (--prove)"
+    if plan.unproved:
+        lost += f"; {plan.unproved}, so a later resume will be proved (--prove)"
     old_world_size = plan.previous_world_size
     world = f"{format_count(world_size, 'rank')} on {format_count(len(result.nodes), 'node')}"
     if old_world_size not in {None, world_size}:

@@ -74,19 +74,20 @@ OLDER = node("a", 0, 8, generation=2)
 
 
 @pytest.mark.parametrize(
-    ("why", "nodes", "world_size"),
+    ("why", "nodes", "world_size", "unproved"),
     [
-        ("one node has proved the script", (NEWEST[0], replace(NEWEST[1], wants_proof=False)), 2),
-        ("tried before", (NEWEST[0], replace(NEWEST[1], replayed_version=(3, 9))), 2),
-        ("another number of ranks", NEWEST, 3),
-        ("other ranks", tuple(replace(n, local_leader_rank=1 - n.local_leader_rank) for n in NEWEST), 2),
+        ("one node has proved the script", (NEWEST[0], replace(NEWEST[1], wants_proof=False)), 2, ""),
+        ("tried before", (NEWEST[0], replace(NEWEST[1], replayed_version=(3, 9))), 2, ""),
+        ("another number of ranks", NEWEST, 3, ""),
+        ("other ranks", tuple(replace(n, local_leader_rank=1 - n.local_leader_rank) for n in NEWEST), 2, ""),
         (
             "the newest state is on disk alone",
             tuple(replace(n, saved_states=(replace(n.saved_states[0], tier=DISK),)) for n in NEWEST),
             2,
+            "",
         ),
-        ("no earlier state", (node("a", 0, 9), node("b", 1, 9)), 2),
-        ("one node alone has the newest state", (NEWEST[0], node("b", 1, 8)), 2),
+        ("no earlier state", (node("a", 0, 9), node("b", 1, 9)), 2, "no earlier snapshot is in memory"),
+        ("one node has the newest state", (NEWEST[0], node("b", 1, 8)), 2, "a alone holds this step"),
         (
             "the earlier state is of another generation, whose resume may have been as wrong",
             (
@@ -94,14 +95,17 @@ OLDER = node("a", 0, 8, generation=2)
                 node("b", 1, 9),
             ),
             2,
+            "no earlier snapshot is in memory",
         ),
     ],
 )
 def test_without_what_a_proof_needs_the_newest_state_is_resumed(
-    why: str, nodes: tuple[Inventory, ...], world_size: int
+    why: str, nodes: tuple[Inventory, ...], world_size: int, unproved: str
 ) -> None:
-    """As without a proof."""
+    """As without a proof; who waits for a verdict is told."""
     assert start_of(*nodes, world_size=world_size) == (9, None), why
+    plan = plan_resume(nodes, "auto", world_size)
+    assert plan.unproved == unproved
 
 
 def test_state_of_an_earlier_target_does_not_hinder_the_next_proof() -> None:

@@ -229,17 +229,13 @@ CASES: dict[str, tuple[Callable[[Objects], Objects], str]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_object_that_was_not_given_is_named(case: str) -> None:
     """What is called x is not given."""
-    gc.freeze()  # what other tests have left is not looked at
-    try:
-        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        objects: Objects = {"model": model, "optimizer": adam(model)}
-        make, told = CASES[case]
-        made = make(objects)
-        tracked = objects | {name: item for name, item in made.items() if name != "x"}
-        checked = untracked.list_checked_objects()
-        found = untracked.find_untracked(tracked, checked, has_data="data" in tracked)
-    finally:
-        gc.unfreeze()
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    objects: Objects = {"model": model, "optimizer": adam(model)}
+    make, told = CASES[case]
+    made = make(objects)
+    tracked = objects | {name: item for name, item in made.items() if name != "x"}
+    checked = untracked.list_checked_objects()
+    found = untracked.find_untracked(tracked, checked, has_data="data" in tracked)
     assert len(found) == bool(told), found
     assert told in "".join(found)
 
