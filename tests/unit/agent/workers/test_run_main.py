@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,3 +28,19 @@ def test_exit_code_counts_as_an_error_that_ended_the_script(
     has_value = hasattr(sys, "last_value")
     assert has_value == is_error
     assert not is_error or worker_exit.is_error_raised()
+
+
+def test_exit_removes_no_operators_of_torch_but_calls_other_finalizers() -> None:
+    """Pins where torch and Python keep them."""
+    code = """
+import collections, torch, weakref
+from elastic_resume.agent.workers import run_main
+def count():
+    found = (each.peek()[1] for each in weakref.finalize._registry if each.atexit)
+    return collections.Counter(function.__module__ for function in found)["torch.library"]
+print(count() > 100)
+weakref.finalize(run_main, lambda: print("other", count()))
+run_main.exit_without_freeing(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (3, ["True", "other", "0"]), done.stderr
