@@ -67,6 +67,7 @@ def wait_for_resume(cluster: Cluster, after: int, size: int = 3) -> dict[str, An
     return cluster.wait(find, f"a world of {size} after generation {after}")[0]
 
 
+@pytest.mark.soak  # test_every_fault.py has each of the failures, test_no_step_lost.py compares weights
 def test_job_with_five_failures_ends_with_undisturbed_weights(tmp_path: Path) -> None:
     """The weights are bit-identical, and no process stays.
 

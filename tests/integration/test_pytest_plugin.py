@@ -135,7 +135,8 @@ def test_page_ten_lines_equal_example() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("files", "count"), [("test_page*.py", 2), pytest.param("test_my*.py", 2, marks=pytest.mark.soak)]
+    ("files", "count"),
+    [("test_my*.py", 2), pytest.param("test_page*.py", 2, marks=pytest.mark.soak)],
 )
 def test_example_and_page_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, count: int

@@ -240,7 +240,9 @@ def test_two_nodes_continue_after_worker_is_killed(agents: Agents) -> None:
     assert "rank 1 on node b was killed by SIGKILL; restarting." in agents.log("a")
 
 
-@pytest.mark.parametrize(("host", "addresses"), [("[::1]", ("::1", "::1")), ("localhost", ())])
+@pytest.mark.parametrize(
+    ("host", "addresses"), [("[::1]", ("::1", "::1")), pytest.param("localhost", (), marks=pytest.mark.soak)]
+)
 def test_two_agents_of_one_machine_meet(agents: Agents, host: str, addresses: tuple[str, ...]) -> None:
     """By IPv6 or by name; the second one finds the candidate's port held by the first, and joins it."""
     agents.script(WAITS)

@@ -156,6 +156,7 @@ def test_other_numbers_of_nodes_keep_samples_and_losses(
         assert math.isclose(sum(ranks) / world, sum(whole[step]) / 6, rel_tol=1e-6), f"step {step}"
 
 
+@pytest.mark.soak  # the drained job below has no snapshots either
 def test_checkpoints_without_snapshots(tmp_path: Path) -> None:
     """A commit waits for the next step, in which all ranks of the node take their part, or for late ranks."""
     (tmp_path / "log").mkdir()

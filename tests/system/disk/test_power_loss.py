@@ -139,7 +139,7 @@ def node_on(kind: FileSystem, directory: Path) -> Iterator[Node]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", ["ext4", pytest.param("xfs", marks=pytest.mark.soak)])
 def test_power_loss_keeps_committed_checkpoints_whole(kind: FileSystem, tmp_path: Path) -> None:
     """Quarantine and the greatest generation survive too, and the next life commits again."""
     rng = Random(SEED)

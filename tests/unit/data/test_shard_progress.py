@@ -43,7 +43,7 @@ def test_each_sample_is_counted_once(
 ) -> None:
     """Each world takes some steps, of any lane of each rank, and reads one more that is not counted."""
     progress, counted = ShardProgress(len(sizes)), []
-    for ranks, workers, steps in [*worlds, (2, 2, 1000)]:
+    for ranks, workers, steps in [*worlds, (2, 2, 300)]:
         progress = stored(progress).for_world(ranks, workers)
         lanes = [make_lane_items(progress, lane, sizes, batch) for lane in range(ranks * workers)]
         for step in range(steps + 1):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.policy.failure_classification import (
@@ -379,6 +379,7 @@ KEYS = """
 """
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.builds(

@@ -46,7 +46,7 @@ from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, 
 from elastic_resume.rendezvous.net import codec, protocol
 from elastic_resume.rendezvous.net.protocol import LineReader, ProtocolError
 
-CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "100"))
+CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "40"))
 """Cases of each slow test; `make nightly` runs more."""
 
 texts = st.text(max_size=8)
