@@ -134,10 +134,8 @@ def test_page_ten_lines_equal_example() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("files", "count"),
-    [("test_my*.py", 2), pytest.param("test_page*.py", 2, marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("files", "count"), [("test_my*.py", 2), ("test_page*.py", 2)])
 def test_example_and_page_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, count: int
 ) -> None:
