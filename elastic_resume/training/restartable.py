@@ -8,7 +8,8 @@
 
 The supervisor's request to park arrives in a thread (`supervisor_link`). It cuts the process groups'
 connections, which frees the main thread from a collective, and raises `WorldChanged` there by a signal.
-`Run` methods that write into shared memory are protected: the exception waits for their end.
+`Run` methods that write into shared memory are protected: the exception waits for their end. So are the
+script's ``finally`` and ``with`` blocks while another exception unwinds them, and ``__del__``.
 
 Invariants:
 
@@ -24,6 +25,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -78,8 +80,9 @@ class Interrupter:
         self._depth = 0
         self._is_pending = False
         self.is_postponed = False
-        """Whether the last signal came in a call of `UNBROKEN`, and has to be sent again."""
+        """Whether the last signal came in a call of `UNBROKEN` or in a handler, and has to be sent again."""
         self._must_break = False
+        self._outer_error: BaseException | None = None
 
     def install(self) -> None:
         """Handle the signal from now on. Call it in the main thread."""
@@ -89,6 +92,7 @@ class Interrupter:
     def arm(self) -> None:
         """Let a signal raise."""
         self._is_pending = False
+        self._outer_error = sys.exc_info()[1]  # the function may be called in an `except` block
         self._is_armed = True
 
     def disarm(self) -> None:
@@ -104,12 +108,12 @@ class Interrupter:
         finally:
             self._depth -= 1
         if self._is_pending and not self._depth and self._is_armed:
-            raise WorldChanged
+            self._raise()
 
     def interrupt(self, *, must_break: bool = False) -> None:
         """Raise in the main thread, from another thread. The signal ends a blocking system call.
 
-        ``must_break`` ends a call of `UNBROKEN` too.
+        ``must_break`` ends a call of `UNBROKEN` too, but no block that the end of the world unwinds.
         """
         self.is_postponed, self._must_break = False, must_break
         if self._is_armed:
@@ -123,10 +127,24 @@ class Interrupter:
             self._is_pending = True
             return
         while frame is not None and not self._must_break:
-            if frame.f_code in UNBROKEN:
+            # Python prints and drops what is raised in __del__, so the interrupt would be lost there.
+            if frame.f_code in UNBROKEN or frame.f_code.co_name == "__del__":
                 self.is_postponed = True
                 return
             frame = frame.f_back
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise, or postpone it while the script handles an exception: its ``finally`` must not be cut.
+
+        An error of another kind may be one that the script handles by training on.
+        """
+        error = sys.exc_info()[1]
+        is_unwinding = error is not None and error is not self._outer_error
+        if is_unwinding and (not self._must_break or isinstance(error, (WorldChanged, RuntimeError))):
+            self.is_postponed = True
+            return
+        self._is_pending = False
         raise WorldChanged
 
 
@@ -240,6 +258,7 @@ class RestartableCall:
                 self._leave_and_park()
                 must_enter = True
         finally:
+            self._has_left.set()
             self._link.forbid_parking()
 
     def _interrupt(self) -> None:
@@ -247,14 +266,14 @@ class RestartableCall:
         self._get_connections().cut()
         self._stop_waiting()
         self._interrupter.interrupt()
-        limit = time.monotonic() + SECOND_INTERRUPT_S
+        limit, must_break = time.monotonic() + SECOND_INTERRUPT_S, False
         while not self._has_left.wait(POSTPONED_S):
-            if time.monotonic() > limit:
+            if not must_break and time.monotonic() > limit:
+                must_break = True
                 self._get_connections().cut()
                 self._interrupter.interrupt(must_break=True)
-                return
-            if self._interrupter.is_postponed:
-                self._interrupter.interrupt()
+            elif self._interrupter.is_postponed:
+                self._interrupter.interrupt(must_break=must_break)
 
     def _is_world_over(self, error: Exception) -> bool:
         """Return whether ``error`` follows from the end of the generation."""
