@@ -58,6 +58,7 @@ INTERRUPT_SIGNAL = STACKS_SIGNAL + 1
 WORLD_END_WAIT_S = 2.0
 SECOND_INTERRUPT_S = 1.0  # the script may have swallowed the first one
 POSTPONED_S = 0.005
+UNHANDLED_S = 0.02
 # Left in their middle, they would leave the rest of a message in a pipe: a DataLoader's persistent workers
 # could not be used again.
 UNBROKEN = frozenset(
@@ -81,6 +82,9 @@ class Interrupter:
         self._is_pending = False
         self.is_postponed = False
         """Whether the last signal came in a call of `UNBROKEN` or in a handler, and has to be sent again."""
+        self.is_unhandled = False
+        """Whether Python has not seen the last signal yet. It looks for signals before it enters a blocking
+        call, and a signal that arrives in between is only seen when another one ends that call."""
         self._must_break = False
         self._outer_error: BaseException | None = None
 
@@ -116,11 +120,13 @@ class Interrupter:
         ``must_break`` ends a call of `UNBROKEN` too, but no block that the end of the world unwinds.
         """
         self.is_postponed, self._must_break = False, must_break
+        self.is_unhandled = self._is_armed
         if self._is_armed:
             signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT_SIGNAL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number
+        self.is_unhandled = False
         if not self._is_armed or os.getpid() != self._pid:
             return
         if self._depth:
@@ -267,12 +273,12 @@ class RestartableCall:
         self._stop_waiting()
         self._interrupter.interrupt()
         limit, must_break = time.monotonic() + SECOND_INTERRUPT_S, False
-        while not self._has_left.wait(POSTPONED_S):
+        while not self._has_left.wait(UNHANDLED_S if self._interrupter.is_unhandled else POSTPONED_S):
             if not must_break and time.monotonic() > limit:
                 must_break = True
                 self._get_connections().cut()
                 self._interrupter.interrupt(must_break=True)
-            elif self._interrupter.is_postponed:
+            elif self._interrupter.is_postponed or self._interrupter.is_unhandled:
                 self._interrupter.interrupt(must_break=must_break)
 
     def _is_world_over(self, error: Exception) -> bool:

@@ -164,7 +164,7 @@ def test_swallowed_interrupt_is_repeated(
     supervisor: tuple[socket.socket, SupervisorLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python drops an exception in ``__del__``; a script may catch everything."""
-    monkeypatch.setattr(restartable, "SECOND_INTERRUPT_S", 0.05)
+    monkeypatch.setattr(restartable, "SECOND_INTERRUPT_S", 0.3)  # the first one may be unhandled for a while
     end, link = supervisor
     serve(end, RESUME)
     cuts: list[int] = []
@@ -185,6 +185,33 @@ def test_swallowed_interrupt_is_repeated(
         return len(cuts)
 
     assert make_call(link, cut).run(train) == 2
+
+
+def test_signal_that_python_has_not_seen_is_sent_again(
+    supervisor: tuple[socket.socket, SupervisorLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came after Python's last look for signals, and before the thread slept in the kernel."""
+    monkeypatch.setattr(restartable, "SECOND_INTERRUPT_S", 60.0)
+    send_signal, sent = signal.pthread_kill, list[int]()
+
+    def lose_first(thread: int, number: int) -> None:
+        sent.append(number)
+        if len(sent) > 1:
+            send_signal(thread, number)
+
+    monkeypatch.setattr(signal, "pthread_kill", lose_first)
+    end, link = supervisor
+    serve(end, RESUME)
+    calls: list[int] = []
+
+    def train() -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            end.sendall(b"park\n")
+            wait_for_interrupt()
+        return len(calls)
+
+    assert make_call(link).run(train) == 2
 
 
 class BlockedFinalizer:
