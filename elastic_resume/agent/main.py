@@ -208,6 +208,9 @@ class _Agent:
         shared_memory_problem = machine.check_shared_memory()
         if shared_memory_problem:
             logger.warning("%s.", shared_memory_problem)
+        process_limit = machine.ProcessLimit.find_own()
+        if process_limit and (shortage := process_limit.describe_shortage(launch.nproc_per_node)):
+            logger.warning("%s.", shortage)
         for message in config.find_misspelled_variables(os.environ):
             logger.warning("%s", message)
 

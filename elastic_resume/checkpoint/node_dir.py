@@ -79,7 +79,7 @@ class NodeDir:
             NodeLockedError: another process owns it for ``timeout_s`` more; the message names the owner.
             UsageError: this process owns it already.
             ConfigError: the run id or node name is not a safe directory name.
-            MachineError: the directory cannot be created.
+            MachineError: the directory cannot be created, or takes no more files.
             NodeFileError: its identity file is damaged.
 
         """
@@ -96,6 +96,10 @@ class NodeDir:
         try:
             disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
             if not node_dir.read_identity():
+                with translate_os_errors("read", path):
+                    missing = machine.describe_missing_inodes(path)
+                if missing:  # the agent would try for ever to record its first view
+                    raise MachineError(f"{missing}.")
                 identity = json.dumps({"id": secrets.token_hex(16)}) + "\n"
                 disk.write_atomic(path / constants.IDENTITY_FILE, identity.encode())
         except BaseException:
