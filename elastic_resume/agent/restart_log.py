@@ -141,8 +141,8 @@ class RestartLog:
         usage = self._process_limit.read_usage() if self._process_limit else None
         if refusals > self._refusals and usage is not None:
             logger.warning(
-                f"the kernel refused {refusals - self._refusals} new processes or threads, because the control "
-                f"group may have {usage[1]} (pids.max): {machine.PROCESS_LIMIT_REMEDY}."
+                f"the kernel refused {refusals - self._refusals} new processes or threads, because the "
+                f"control group may have {usage[1]} (pids.max): {machine.PROCESS_LIMIT_REMEDY}."
             )
         self._refusals = refusals
 

@@ -96,10 +96,7 @@ class NodeDir:
         try:
             disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
             if not node_dir.read_identity():
-                with translate_os_errors("read", path):
-                    missing = machine.describe_missing_inodes(path)
-                if missing:  # the agent would try for ever to record its first view
-                    raise MachineError(f"{missing}.")
+                _require_inodes(path)
                 identity = json.dumps({"id": secrets.token_hex(16)}) + "\n"
                 disk.write_atomic(path / constants.IDENTITY_FILE, identity.encode())
         except BaseException:
@@ -318,6 +315,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
         record = json.loads(file.read(_MAX_SMALL_FILE_BYTES))
         return record if isinstance(record, dict) else None
     return None
+
+
+def _require_inodes(path: Path) -> None:
+    """Raise MachineError if few more files fit: the agent would try for ever to record its first view."""
+    with translate_os_errors("read", path):
+        missing = machine.describe_missing_inodes(path)
+    if missing:
+        raise MachineError(f"{missing}.")
 
 
 def _read_required(
