@@ -12,9 +12,11 @@ import argparse
 import contextlib
 import fcntl
 import importlib.util
+import ipaddress
 import math
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from elastic_resume.schedulers import environment, slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 
 TORCH_TIMEOUT_S = 60.0
+MIN_LOCKED_BYTES = 1 << 30
 NO_PROBLEM = "Nothing found that would make a start fail."
 CHECKED = "Checked: a start of `elastic-resume run` here, without flags."
 NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -174,6 +177,8 @@ def check_machine(ckpt_dir: str | None, environ: Mapping[str, str], workers: int
         _check_disk(ckpt_dir, environ),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
         *_check_process_limit(workers),
+        _check_locked_memory(),
+        _check_own_name(),
     ]
     found += check_system_calls()
     token = "set" if environ.get(constants.ENV_TOKEN) else "not set"
@@ -195,6 +200,29 @@ def _check_process_limit(workers: int) -> list[Finding]:
         return []
     value = f"{usage[0]} of {usage[1]} run, threads included"
     return [Finding("processes", value, "control group's pids.max", limit.describe_shortage(workers))]
+
+
+def _check_locked_memory() -> Finding:
+    """Return the limit of locked memory; the queues and buffers of InfiniBand are locked."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return Finding("locked memory", "unlimited")
+    remedy = "too little for NCCL on InfiniBand: ulimit -l unlimited, docker run --ulimit memlock=-1"
+    return Finding("locked memory", format_bytes(limit), remedy if limit < MIN_LOCKED_BYTES else "ulimit -l")
+
+
+def _check_own_name() -> Finding:
+    """Return the address of this host's name, which gloo gives to other nodes unless it is told another."""
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        return Finding("own address", "none", f"{name}: {error.strerror}; run gives gloo an interface")
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return Finding(
+            "own address", address, f"{name} is no address for others; run gives gloo an interface"
+        )
+    return Finding("own address", address, name)
 
 
 def check_system_calls() -> list[Finding]:
