@@ -51,6 +51,10 @@ def set_generation(
     _training_position.update(generation=generation, step=read_step, is_proving=is_proving)
 
 
+def before_resume() -> None:
+    """Do nothing: the fork server replaces this by the check that `er.resume()` needs in its workers."""
+
+
 def install_startup_hook() -> None:
     """Report exceptions from now on, though the job's settings are not parsed yet.
 
