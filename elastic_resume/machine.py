@@ -1,7 +1,8 @@
-"""Measure the memory and the disk space that a job may use.
+"""Measure the memory, the disk space, and the processes and threads that a job may use.
 
 The control groups of this process limit memory, or the whole machine does. The limit of any ancestor group
-counts: Slurm sets it on the job or the step, and the task's own group has none.
+counts: Slurm sets it on the job or the step, and the task's own group has none. The same holds for the number
+of processes and threads.
 
 The file system limits disk space, with one exception. A pod's emptyDir on the node's disk shows the whole
 disk, and kubelet evicts a pod that exceeds the volume's limit, which ``ELASTIC_RESUME_CKPT_LIMIT`` gives. A
@@ -38,24 +39,8 @@ class MemoryCgroup:
     @classmethod
     def find_own(cls, proc: Path = Path("/proc")) -> MemoryCgroup | None:
         """Find the group of this process; None if there is none or it is not visible."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            mounts = [_parse_mount(line) for line in (proc / "self/mountinfo").read_text().splitlines()]
-            for line in (proc / "self/cgroup").read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                if "memory" in controllers.split(","):
-                    found = _find_group_dir(mounts, path, "cgroup", "memory")
-                    if found is not None:
-                        return cls.from_directory(found[0], version=1, mount_point=found[1])
-            for line in (proc / "self/cgroup").read_text().splitlines():
-                if line.startswith("0::"):
-                    found = _find_group_dir(mounts, line[3:], "cgroup2", "")
-                    # Groups below the one for which memory is counted have none of its files.
-                    for directory in _list_ancestors(*found) if found is not None else ():
-                        if (directory / "memory.events").exists():
-                            return cls.from_directory(
-                                directory, version=2, mount_point=found[1] if found else None
-                            )
-        return None
+        found = _find_own_group(proc, "memory")
+        return None if found is None else cls.from_directory(found[0], version=found[2], mount_point=found[1])
 
     @classmethod
     def from_directory(
@@ -96,12 +81,79 @@ class MemoryCgroup:
         return current - max(0, stat.get(cached, 0) - stat.get(shared, 0)), int(limit)
 
 
+PROCESSES_OF_AGENT, PROCESSES_PER_WORKER = 20, 12  # threads included, without loader workers and OpenMP
+PROCESS_LIMIT_REMEDY = (
+    "raise it (docker run --pids-limit, podPidsLimit of the kubelet, TasksMax of systemd), or start fewer "
+    "workers, loader workers and threads"
+)
+
+
+@dataclass(frozen=True)
+class ProcessLimit:
+    """The limit of processes and threads in the control group of this process, pids.max."""
+
+    directory: Path
+    mount_point: Path
+
+    @classmethod
+    def find_own(cls, proc: Path = Path("/proc")) -> ProcessLimit | None:
+        """Find the group of this process; None if there is none or it is not visible."""
+        found = _find_own_group(proc, "pids")
+        return None if found is None else cls(found[0], found[1])
+
+    def read_usage(self) -> tuple[int, int] | None:
+        """Return how many run and how many may, in the group or ancestor with the fewest left."""
+        usages = []
+        for directory in _list_ancestors(self.directory, self.mount_point):
+            with contextlib.suppress(OSError, ValueError):  # int("max"): no limit
+                files = (directory / name for name in ("pids.current", "pids.max"))
+                usages.append(tuple(int(file.read_text()) for file in files))
+        return min(((used, limit) for used, limit in usages), key=lambda u: u[1] - u[0], default=None)
+
+    def read_refusals(self) -> int:
+        """Return how many processes and threads the kernel has refused."""
+        directories = _list_ancestors(self.directory, self.mount_point)
+        return max(read_fields(directory / "pids.events").get("max", 0) for directory in directories)
+
+    def describe_shortage(self, workers: int) -> str:
+        """Describe why a node with as many workers cannot run, and what to do; empty if it can."""
+        used, limit = self.read_usage() or (0, 1 << 60)
+        needed = PROCESSES_OF_AGENT + PROCESSES_PER_WORKER * workers
+        if limit - used >= needed:
+            return ""
+        return (
+            f"the control group of {used} processes and threads may have {limit} (pids.max), and the node "
+            f"needs about {needed} more: {PROCESS_LIMIT_REMEDY}"
+        )
+
+
 def available_memory_bytes(proc: Path = Path("/proc"), group: MemoryCgroup | None = None) -> int:
     """Return the bytes that can be used without swapping or an OOM kill; 0 if unknown."""
     group = group or MemoryCgroup.find_own(proc)
     free = read_fields(proc / "meminfo").get("MemAvailable:", 0) << 10
     used = group.read_usage() if group else None
     return free if used is None else min(free or used[1], max(0, used[1] - used[0]))
+
+
+def _find_own_group(proc: Path, controller: str) -> tuple[Path, Path, int] | None:
+    """Return the directory, the mount point and the cgroup version of this process's group."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        mounts = [_parse_mount(line) for line in (proc / "self/mountinfo").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
+        for _, controllers, path in groups:
+            if controller in controllers.split(","):
+                found = _find_group_dir(mounts, path, "cgroup", controller)
+                if found is not None:
+                    return *found, 1
+        for number, controllers, path in groups:
+            found = (
+                _find_group_dir(mounts, path, "cgroup2", "") if (number, controllers) == ("0", "") else None
+            )
+            # Groups below the one for which the controller counts have none of its files.
+            for directory in _list_ancestors(*found) if found is not None else ():
+                if found is not None and (directory / f"{controller}.events").exists():
+                    return directory, found[1], 2
+    return None
 
 
 def _parse_mount(line: str) -> tuple[str, str, str, str]:
@@ -145,6 +197,7 @@ def read_fields(path: Path) -> dict[str, int]:
 
 SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108 - only looked at
 MIN_SHARED_MEMORY_BYTES = 128 << 20  # by default /dev/shm of a pod or container has 64 MB
+MIN_INODES = 16  # the node's own files, two checkpoints, and temporary files
 MAX_ENTRIES = 1_000_000  # looked at; a folder of checkpoints has hundreds
 
 
@@ -189,6 +242,22 @@ def free_disk_bytes(path: Path, environ: Mapping[str, str]) -> int:
     if limit is None or not path.absolute().is_relative_to(volume):
         return free
     return min(free, max(0, limit - used_disk_bytes(volume)))
+
+
+def describe_missing_inodes(path: Path) -> str:
+    """Describe that the file system of ``path`` takes too few new files for a run; empty if it takes them.
+
+    Raises:
+        OSError: ``path`` cannot be read.
+
+    """
+    found = os.statvfs(path)
+    if found.f_files == 0 or found.f_favail >= MIN_INODES:  # 0: it has no such limit
+        return ""
+    return (
+        f"{path} takes {found.f_favail} more files, and a run needs {MIN_INODES} at least (df -i {path}): "
+        "remove files there, or give another --ckpt-dir"
+    )
 
 
 def used_disk_bytes(path: Path) -> int:

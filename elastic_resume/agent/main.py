@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import secrets
 import shlex
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic_resume import config, console, constants, machine
+from elastic_resume import config, console, constants, linux, machine
 from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
 from elastic_resume.agent.gpu_monitor import GpuMonitor
@@ -94,11 +93,14 @@ def run_agent(
         contextlib.closing(LeasePage()) as lease_page,
         contextlib.closing(MemoryMonitor()) as memory_monitor,
         contextlib.closing(FailureEvents()) as evidence,
+        os.fdopen(linux.create_anonymous_file("elastic_resume-parked")) as parked_file,
     ):
         if settings.resume == "never":  # for each start of an agent, not of its workers
             node_dir.move_earlier_run_aside()
         events_path = node_dir.path / constants.EVENTS_FILE
         _set_environment(settings, args, events_path, lease_page, evidence)
+        # torchelastic passes no descriptors on, so shims and supervisors open this name.
+        os.environ[constants.ENV_PARKED] = f"/proc/{os.getpid()}/fd/{parked_file.fileno()}"
         event_tail = EventTail(events_path)
         with contextlib.closing(
             EventLog(
@@ -206,6 +208,9 @@ class _Agent:
         shared_memory_problem = machine.check_shared_memory()
         if shared_memory_problem:
             logger.warning("%s.", shared_memory_problem)
+        process_limit = machine.ProcessLimit.find_own()
+        if process_limit and (shortage := process_limit.describe_shortage(launch.nproc_per_node)):
+            logger.warning("%s.", shortage)
         for message in config.find_misspelled_variables(os.environ):
             logger.warning("%s", message)
 
@@ -377,7 +382,6 @@ def _set_environment(
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
     os.environ[constants.ENV_EVIDENCE] = evidence.path
     os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
-    os.environ[constants.ENV_PARKED] = f"elastic_resume-{secrets.token_hex(16)}"
     os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(args.drain_signals)
     # Each generation sets these. A new name would move the C environment, which a thread of torch may read.
     for name in (

@@ -163,6 +163,7 @@ class RestartController:
             self._emit_verdict(self.generation, None, decision)
             self._carry_out(decision)
         self.log.log_not_parked()
+        self.log.log_refused_processes()
         if result.failures or result.failed:
             delay_s = self._restart_delay_s(self._history)
             self.log.log_failure(root_cause, restarts=self._will_continue(self._history), delay_s=delay_s)

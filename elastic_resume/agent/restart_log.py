@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from elastic_resume import machine
 from elastic_resume.agent.failure_evidence import FailureEvents
 from elastic_resume.policy.failure_classification import (
     NODE_FAILURE_KINDS,
@@ -97,6 +98,8 @@ class RestartLog:
         self._has_warned_of_no_resume = False
         self._resume_timer: threading.Timer | None = None
         self._logged_arguments: tuple[NodeArguments, ...] = ()
+        self._process_limit = machine.ProcessLimit.find_own()
+        self._refusals = self._process_limit.read_refusals() if self._process_limit else 0
 
     def log_rendezvous_event(self, event: EmitEvent) -> str:
         """Log an event of the rendezvous if it concerns people; return its text."""
@@ -131,6 +134,17 @@ class RestartLog:
         else:
             self._is_end_logged = True
             logger.warning(self._end_text)
+
+    def log_refused_processes(self) -> None:
+        """Log that the kernel has refused processes or threads in this generation: errors do not name it."""
+        refusals = self._process_limit.read_refusals() if self._process_limit else 0
+        usage = self._process_limit.read_usage() if self._process_limit else None
+        if refusals > self._refusals and usage is not None:
+            logger.warning(
+                f"the kernel refused {refusals - self._refusals} new processes or threads, because the "
+                f"control group may have {usage[1]} (pids.max): {machine.PROCESS_LIMIT_REMEDY}."
+            )
+        self._refusals = refusals
 
     def log_not_parked(self) -> None:
         """Log which workers of the last generation were killed because they did not park."""

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from elastic_resume.errors import MachineError
 from elastic_resume.events import BOOT_ID_FILE
 from elastic_resume.slots.progress_page import read_start_ticks
 
@@ -22,7 +23,16 @@ PREFIX = "elastic_resume_"
 
 @contextlib.contextmanager
 def make_temporary_dir() -> Iterator[str]:
-    """Yield the path of a new directory that is removed at the end. First remove abandoned ones."""
+    """Yield the path of a new directory that is removed at the end. First remove abandoned ones.
+
+    Raises:
+        MachineError: no directory for temporary files can be written.
+
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise MachineError(f"{error.strerror}. Set TMPDIR to a directory that can be written.") from None
     prefix = PREFIX
     with contextlib.suppress(OSError):  # this /proc does not tell
         prefix += f"{BOOT_ID_FILE.read_text().strip()}_{Path('/proc/self/ns/pid').stat().st_ino}_"

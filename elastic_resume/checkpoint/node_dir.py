@@ -79,7 +79,7 @@ class NodeDir:
             NodeLockedError: another process owns it for ``timeout_s`` more; the message names the owner.
             UsageError: this process owns it already.
             ConfigError: the run id or node name is not a safe directory name.
-            MachineError: the directory cannot be created.
+            MachineError: the directory cannot be created, or takes no more files.
             NodeFileError: its identity file is damaged.
 
         """
@@ -96,6 +96,7 @@ class NodeDir:
         try:
             disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
             if not node_dir.read_identity():
+                _require_inodes(path)
                 identity = json.dumps({"id": secrets.token_hex(16)}) + "\n"
                 disk.write_atomic(path / constants.IDENTITY_FILE, identity.encode())
         except BaseException:
@@ -314,6 +315,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
         record = json.loads(file.read(_MAX_SMALL_FILE_BYTES))
         return record if isinstance(record, dict) else None
     return None
+
+
+def _require_inodes(path: Path) -> None:
+    """Raise MachineError if few more files fit: the agent would try for ever to record its first view."""
+    with translate_os_errors("read", path):
+        missing = machine.describe_missing_inodes(path)
+    if missing:
+        raise MachineError(f"{missing}.")
 
 
 def _read_required(

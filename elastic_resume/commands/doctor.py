@@ -12,9 +12,11 @@ import argparse
 import contextlib
 import fcntl
 import importlib.util
+import ipaddress
 import math
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from elastic_resume.schedulers import environment, slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 
 TORCH_TIMEOUT_S = 60.0
+MIN_LOCKED_BYTES = 1 << 30
 NO_PROBLEM = "Nothing found that would make a start fail."
 CHECKED = "Checked: a start of `elastic-resume run` here, without flags."
 NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -68,12 +71,13 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 def doctor(args: argparse.Namespace) -> int:
     """Print the findings; exit code 1 if a start without flags would fail."""
     context = _add_deadline(environment.read_context(os.environ))
+    # As many workers as GPUs (auto) count as one here, which never is too many.
+    workers = int(context.workers_per_node) if context.workers_per_node.isdecimal() else 1
     findings = [
         *check_scheduler(context),
         *check_settings(os.environ),
-        *check_machine(args.ckpt_dir, os.environ),
-        # As many workers as GPUs (auto) count as one here, which never is too many.
-        *check_installation(int(context.workers_per_node) if context.workers_per_node.isdecimal() else 1),
+        *check_machine(args.ckpt_dir, os.environ, workers),
+        *check_installation(workers),
     ]
     problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
     write_stdout(format_findings(findings, problems) + "\n")
@@ -162,7 +166,7 @@ def check_settings(environ: Mapping[str, str]) -> list[Finding]:
     return found + [Finding("variable", message) for message in find_misspelled_variables(environ)]
 
 
-def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Finding]:
+def check_machine(ckpt_dir: str | None, environ: Mapping[str, str], workers: int = 1) -> list[Finding]:
     """Return what this machine offers the job."""
     group = machine.MemoryCgroup.find_own()
     usage = group.read_usage() if group is not None else None
@@ -172,6 +176,9 @@ def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Find
         _check_shared_memory(),
         _check_disk(ckpt_dir, environ),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
+        *_check_process_limit(workers),
+        _check_locked_memory(),
+        _check_own_name(),
     ]
     found += check_system_calls()
     token = "set" if environ.get(constants.ENV_TOKEN) else "not set"
@@ -184,6 +191,38 @@ def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Find
         problem = str(error).rstrip(".")
     found.append(Finding("token", token, constants.ENV_TOKEN, problem))
     return [*found, *_check_grace(environ)]
+
+
+def _check_process_limit(workers: int) -> list[Finding]:
+    limit = machine.ProcessLimit.find_own()
+    usage = limit.read_usage() if limit is not None else None
+    if limit is None or usage is None:
+        return []
+    value = f"{usage[0]} of {usage[1]} run, threads included"
+    return [Finding("processes", value, "control group's pids.max", limit.describe_shortage(workers))]
+
+
+def _check_locked_memory() -> Finding:
+    """Return the limit of locked memory; the queues and buffers of InfiniBand are locked."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return Finding("locked memory", "unlimited")
+    remedy = "too little for NCCL on InfiniBand: ulimit -l unlimited, docker run --ulimit memlock=-1"
+    return Finding("locked memory", format_bytes(limit), remedy if limit < MIN_LOCKED_BYTES else "ulimit -l")
+
+
+def _check_own_name() -> Finding:
+    """Return the address of this host's name, which gloo gives to other nodes unless it is told another."""
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        return Finding("own address", "none", f"{name}: {error.strerror}; run gives gloo an interface")
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return Finding(
+            "own address", address, f"{name} is no address for others; run gives gloo an interface"
+        )
+    return Finding("own address", address, name)
 
 
 def check_system_calls() -> list[Finding]:
@@ -326,12 +365,14 @@ def _check_disk(ckpt_dir: str | None, environ: Mapping[str, str]) -> Finding:
         if not existing.is_dir():
             return Finding("checkpoints", shown, source, f"{existing} is no directory: {source}")
         free, limit = machine.free_disk_bytes(existing, environ), machine.read_checkpoint_limit(environ)
+        missing = machine.describe_missing_inodes(existing)
     except ConfigError as error:
         return Finding("checkpoints", shown, source, problem=str(error))
     except OSError as error:
         return Finding("checkpoints", shown, source, problem=f"{shown}: {error.strerror}")
-    if free == 0:
-        return Finding("checkpoints", shown, source, f"{existing} has no space left: {source}")
+    if free == 0 or missing:
+        problem = missing or f"{existing} has no space left"
+        return Finding("checkpoints", shown, source, f"{problem}: {source}")
     if not os.access(existing, os.W_OK):
         return Finding("checkpoints", shown, source, f"{existing} cannot be written to: {source}")
     if problem := find_directory_problem(existing):

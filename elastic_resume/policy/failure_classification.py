@@ -58,7 +58,10 @@ _EXCEPTION_PATTERN = re.compile(
     r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)): ?(.*)", re.DOTALL
 )
 _SIGKILL_EXIT_CODE = 137  # a shell reports a child that SIGKILL ended as 128 + 9
-_CHILD_KILLED_PATTERN = re.compile(r"killed by signal: Killed|SIGKILL")
+# Of a DataLoader, subprocess, concurrent.futures and the datasets library.
+_CHILD_KILLED_PATTERN = re.compile(
+    r"killed by signal: Killed|SIGKILL|exited unexpectedly|terminated abruptly|abruptly died"
+)
 _NUMBER_PATTERN = re.compile(r"0x[0-9a-f]+|\d+")
 
 

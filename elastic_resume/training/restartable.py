@@ -8,7 +8,8 @@
 
 The supervisor's request to park arrives in a thread (`supervisor_link`). It cuts the process groups'
 connections, which frees the main thread from a collective, and raises `WorldChanged` there by a signal.
-`Run` methods that write into shared memory are protected: the exception waits for their end.
+`Run` methods that write into shared memory are protected: the exception waits for their end. So are the
+script's ``finally`` and ``with`` blocks while another exception unwinds them, and ``__del__``.
 
 Invariants:
 
@@ -24,6 +25,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -56,6 +58,7 @@ INTERRUPT_SIGNAL = STACKS_SIGNAL + 1
 WORLD_END_WAIT_S = 2.0
 SECOND_INTERRUPT_S = 1.0  # the script may have swallowed the first one
 POSTPONED_S = 0.005
+UNHANDLED_S = 0.02
 # Left in their middle, they would leave the rest of a message in a pipe: a DataLoader's persistent workers
 # could not be used again.
 UNBROKEN = frozenset(
@@ -78,8 +81,12 @@ class Interrupter:
         self._depth = 0
         self._is_pending = False
         self.is_postponed = False
-        """Whether the last signal came in a call of `UNBROKEN`, and has to be sent again."""
+        """Whether the last signal came in a call of `UNBROKEN` or in a handler, and has to be sent again."""
+        self.is_unhandled = False
+        """Whether Python has not seen the last signal yet. It looks for signals before it enters a blocking
+        call, and a signal that arrives in between is only seen when another one ends that call."""
         self._must_break = False
+        self._outer_error: BaseException | None = None
 
     def install(self) -> None:
         """Handle the signal from now on. Call it in the main thread."""
@@ -89,6 +96,7 @@ class Interrupter:
     def arm(self) -> None:
         """Let a signal raise."""
         self._is_pending = False
+        self._outer_error = sys.exc_info()[1]  # the function may be called in an `except` block
         self._is_armed = True
 
     def disarm(self) -> None:
@@ -104,29 +112,45 @@ class Interrupter:
         finally:
             self._depth -= 1
         if self._is_pending and not self._depth and self._is_armed:
-            raise WorldChanged
+            self._raise()
 
     def interrupt(self, *, must_break: bool = False) -> None:
         """Raise in the main thread, from another thread. The signal ends a blocking system call.
 
-        ``must_break`` ends a call of `UNBROKEN` too.
+        ``must_break`` ends a call of `UNBROKEN` too, but no block that the end of the world unwinds.
         """
         self.is_postponed, self._must_break = False, must_break
+        self.is_unhandled = self._is_armed
         if self._is_armed:
             signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT_SIGNAL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number
+        self.is_unhandled = False
         if not self._is_armed or os.getpid() != self._pid:
             return
         if self._depth:
             self._is_pending = True
             return
         while frame is not None and not self._must_break:
-            if frame.f_code in UNBROKEN:
+            # Python prints and drops what is raised in __del__, so the interrupt would be lost there.
+            if frame.f_code in UNBROKEN or frame.f_code.co_name == "__del__":
                 self.is_postponed = True
                 return
             frame = frame.f_back
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise, or postpone it while the script handles an exception: its ``finally`` must not be cut.
+
+        An error of another kind may be one that the script handles by training on.
+        """
+        error = sys.exc_info()[1]
+        is_unwinding = error is not None and error is not self._outer_error
+        if is_unwinding and (not self._must_break or isinstance(error, (WorldChanged, RuntimeError))):
+            self.is_postponed = True
+            return
+        self._is_pending = False
         raise WorldChanged
 
 
@@ -240,6 +264,7 @@ class RestartableCall:
                 self._leave_and_park()
                 must_enter = True
         finally:
+            self._has_left.set()
             self._link.forbid_parking()
 
     def _interrupt(self) -> None:
@@ -247,14 +272,14 @@ class RestartableCall:
         self._get_connections().cut()
         self._stop_waiting()
         self._interrupter.interrupt()
-        limit = time.monotonic() + SECOND_INTERRUPT_S
-        while not self._has_left.wait(POSTPONED_S):
-            if time.monotonic() > limit:
+        limit, must_break = time.monotonic() + SECOND_INTERRUPT_S, False
+        while not self._has_left.wait(UNHANDLED_S if self._interrupter.is_unhandled else POSTPONED_S):
+            if not must_break and time.monotonic() > limit:
+                must_break = True
                 self._get_connections().cut()
                 self._interrupter.interrupt(must_break=True)
-                return
-            if self._interrupter.is_postponed:
-                self._interrupter.interrupt()
+            elif self._interrupter.is_postponed or self._interrupter.is_unhandled:
+                self._interrupter.interrupt(must_break=must_break)
 
     def _is_world_over(self, error: Exception) -> bool:
         """Return whether ``error`` follows from the end of the generation."""

@@ -144,6 +144,7 @@ def resume(
 
     """
     start_s = time.clock_gettime(time.CLOCK_BOOTTIME) - read_start_ticks(os.getpid()) / TICKS_PER_S
+    worker_exit.before_resume()
     try:
         console.show_log("elastic_resume: ", os.environ)
         forget_agent_around_torchrun(os.environ)

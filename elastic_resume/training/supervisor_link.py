@@ -17,15 +17,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError
 
 STREAMS = 3
+AGENT_POLL_INTERVAL_S = 1.0
 # What launchers tell a worker about its place in the world; the script may have set all other variables.
 LAUNCHER_VARIABLES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -45,6 +50,10 @@ class SupervisorLink:
         self._next_environment: dict[str, str] | None = None
         self._resumed = threading.Event()
         self._pid = os.getpid()
+        self._agent_path = Path(os.environ.get(constants.ENV_PARKED, ""))
+        self._agent_file: os.stat_result | None = None
+        with contextlib.suppress(OSError):  # no agent, or the script has changed its user
+            self._agent_file = self._agent_path.stat()
         thread = threading.Thread(target=self._read, name="elastic-resume-supervisor", daemon=True)
         thread.start()
 
@@ -72,8 +81,11 @@ class SupervisorLink:
         """
         self._resumed.clear()
         self._send(b"parked\n")
-        while not self._resumed.wait(1.0):  # with a limit, so that signal handlers run
-            pass
+        polls_without_agent = 0
+        while not self._resumed.wait(AGENT_POLL_INTERVAL_S):  # with a limit, so that signal handlers run
+            polls_without_agent += self._has_agent_ended()
+            if polls_without_agent > 1:  # the supervisor had the time to end this process, so it is stopped
+                self._end_with_supervisor()
         environment, self._next_environment = self._next_environment or {}, None
         for name in {*os.environ, *environment}:
             if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES):
@@ -82,6 +94,22 @@ class SupervisorLink:
                 os.environ[name] = environment[name]
             else:
                 del os.environ[name]
+
+    def _has_agent_ended(self) -> bool:
+        try:
+            return self._agent_file is not None and not os.path.samestat(
+                self._agent_path.stat(), self._agent_file
+            )
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
+
+    def _end_with_supervisor(self) -> NoReturn:
+        credentials = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        supervisor, _, _ = struct.unpack("3i", credentials)
+        with contextlib.suppress(OSError):
+            if supervisor > 0:  # else it is in another PID namespace
+                os.kill(supervisor, signal.SIGKILL)
+        os._exit(1)
 
     def _send(self, line: bytes) -> None:
         if os.getpid() == self._pid:  # a forked child is another process

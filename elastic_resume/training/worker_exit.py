@@ -51,12 +51,17 @@ def set_generation(
     _training_position.update(generation=generation, step=read_step, is_proving=is_proving)
 
 
+def before_resume() -> None:
+    """Do nothing: the fork server replaces this by the check that `er.resume()` needs in its workers."""
+
+
 def install_startup_hook() -> None:
     """Report exceptions from now on, though the job's settings are not parsed yet.
 
     The agent's environment variables name the event log. Without an agent there is only the printed text.
     """
-    rank = os.environ.get("RANK", "0")
+    # A standby has no rank yet, and ends when it reads one.
+    rank = "0" if constants.ENV_STANDBY in os.environ else os.environ.get("RANK", "0")
     path = Path(os.environ.get(constants.ENV_EVENTS_PATH) or os.devnull)
     node = os.environ.get(constants.ENV_NODE_NAME, "")
     install_hook(open_event_log(path, node, int(rank) if rank.isdigit() else 0))

@@ -643,9 +643,11 @@ def standby_environ(
     server.wait_until_ready()
     environment = environ(tmp_path, server.socket_name)
     del environment["RANK"]
+    parked_file = tmp_path / "parked"
+    parked_file.touch()
     return environment | {
         constants.ENV_LEASE_PAGE: lease_page.path,
-        constants.ENV_PARKED: f"test-{os.urandom(8).hex()}",
+        constants.ENV_PARKED: str(parked_file),
         constants.ENV_STANDBY: "1",
     }
 
@@ -654,8 +656,7 @@ def test_standby_resumes_for_shim_that_came_early(standby_environ: dict[str, str
     """The agent needs no lease meanwhile. Both launcher shims wait for `er.resume()`."""
     ready = tmp_path / "ready"
     standby = start(standby_environ, PARKING_WORKER, "standby", str(ready))
-    name = f"@{standby_environ[constants.ENV_PARKED]}-0"
-    wait_for(lambda: name in Path("/proc/net/unix").read_text(), "the standby's supervisor to listen")
+    wait_for((tmp_path / "parked").read_bytes, "the standby's supervisor to listen")
     del standby_environ[constants.ENV_STANDBY], standby_environ[constants.ENV_LEASE_PAGE]
     environment = standby_environ | {"RANK": "1", constants.ENV_GENERATION: "2"}
     facts = tmp_path / "facts"

@@ -599,7 +599,9 @@ class ParkingNode:
         self.evidence = FailureEvents()
         self.shims = contextlib.ExitStack()
         self._errors = tmp_path / "stderr"
-        environ[constants.ENV_PARKED] = f"test-{os.urandom(8).hex()}"
+        self.parked_file = tmp_path / "parked"
+        self.parked_file.touch()
+        environ[constants.ENV_PARKED] = str(self.parked_file)
         environ[constants.ENV_EVIDENCE] = self.evidence.path
 
     def start(
@@ -735,7 +737,7 @@ def test_end_of_parked_worker_is_no_failure(victim: str, node: ParkingNode) -> N
 def test_malformed_requests_do_not_end_parked_worker(node: ParkingNode) -> None:
     """Neither does another user's request, or a peer that sends nothing."""
     worker, _ = node.park()
-    address = f"\0{node.environ[constants.ENV_PARKED]}-0"
+    address = node.parked_file.read_bytes()
     with contextlib.ExitStack() as stack:
         for data in (b"", b"\xff" * 4, (8).to_bytes(4, "big") + b"{}"):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))

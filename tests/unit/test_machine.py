@@ -45,3 +45,26 @@ def test_too_little_shared_memory_is_told_with_what_to_do(
     assert "medium: Memory" in machine.check_shared_memory(tmp_path / "none")
     monkeypatch.setattr(machine, "MIN_SHARED_MEMORY_BYTES", 1 << 62)
     assert "--shm-size" in machine.check_shared_memory(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_small_limit_of_processes_is_described(version: int, tmp_path: Path) -> None:
+    """The limit of an ancestor counts; the root has none."""
+    proc, mount = tmp_path / "proc/self", tmp_path / "groups"
+    pod, task = mount / "pod", mount / "pod/task"
+    for directory in (proc, task):
+        directory.mkdir(parents=True)
+    kind = ("cgroup", "rw,pids") if version == 1 else ("cgroup2", "rw")
+    (proc / "mountinfo").write_text(f"35 31 0:32 / {mount} rw - {kind[0]} {kind[0]} {kind[1]}\n")
+    (proc / "cgroup").write_text("8:pids:/pod/task\n" if version == 1 else "0::/pod/task\n")
+    for directory, used, limit in ((task, 7, "max"), (pod, 30, "61"), (mount, 900, "max")):
+        (directory / "pids.current").write_text(f"{used}\n")
+        (directory / "pids.max").write_text(f"{limit}\n")
+        (directory / "pids.events").write_text("max 4\n" if directory == pod else "max 0\n")
+    own = machine.ProcessLimit.find_own(tmp_path / "proc")
+    assert own is not None
+    assert (own.directory, own.read_usage(), own.read_refusals()) == (task, (30, 61), 4)
+    assert own.describe_shortage(0) == ""
+    assert own.describe_shortage(1).startswith("the control group of 30 processes and threads may have 61 (")
+    (pod / "pids.max").unlink()
+    assert own.describe_shortage(1000) == ""

@@ -179,7 +179,8 @@ def _serve(listener: socket.socket, control: socket.socket, spec: dict[str, Any]
     gc.enable()
     try:
         command = become_worker(request)
-        script_imports.hide(("torch", *spec["preload"]), command, request.mask)
+        worker_exit: Any = sys.modules[EXIT_MODULE]
+        worker_exit.before_resume = script_imports.hide(("torch", *spec["preload"]), command, request.mask)
         run_main.run(command)
     except SystemExit as end:
         if end.code not in (None, 0):

@@ -126,7 +126,7 @@ def request_worker(
     try:
         connection = None
         if worker_request.ENV_PARKED in os.environ and supervisor.ENV_STANDBY not in os.environ:
-            parked = worker_request.parked_address(os.environ[ENV_LOCAL_RANK])
+            parked = worker_request.read_parked_address(os.environ[ENV_LOCAL_RANK])
             connection = worker_request.send(parked, request, kills_if_stopped=True)
         if connection is None and fork_server is not None:
             connection = worker_request.send("\0" + fork_server, request)

@@ -5,6 +5,9 @@ imported torch already, with the variables of the fork server. So what the fork 
 until the script imports it (`hide`). If the script has changed a variable that the import reads, this process
 executes its command: the script begins again, as in a worker that starts cold. Otherwise the import returns
 the module that is there.
+
+A new process would import torch._dynamo later, with the first optimizer. So `er.resume()` compares what that
+import reads (`_HiddenPackages.check_late`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +32,9 @@ READ_LATER = (
     *("TORCH_NCCL_", "TORCHELASTIC_", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST"),
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_KERNEL_CACHE_PATH"),  # Lightning sets the first
 )
-
+# What torch._dynamo and torch._inductor read, which import torch does not import. Torch sets the last itself.
+READ_BY_COMPILER = ("TORCH_COMPILE", "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_")
+READ_BY_COMPILER_LATER = ("TORCHINDUCTOR_CACHE_DIR",)
 
 # Modules of torch from which a script may import names before it imports torch.
 LIKELY_FIRST = frozenset(
@@ -42,8 +47,10 @@ LIKELY_FIRST = frozenset(
 )
 
 
-def hide(packages: Iterable[str], command: Sequence[str], mask: Iterable[int]) -> None:
+def hide(packages: Iterable[str], command: Sequence[str], mask: Iterable[int]) -> Callable[[], None]:
     """Hide imported packages until the script imports one of them, and compare the environment then.
+
+    Return what `er.resume()` has to call first.
 
     Args:
         packages: names of modules that the fork server has imported; the package of each is hidden.
@@ -54,15 +61,24 @@ def hide(packages: Iterable[str], command: Sequence[str], mask: Iterable[int]) -
     roots = {name.partition(".")[0] for name in packages} & sys.modules.keys()
     # Not all of their submodules: looking at a thousand names costs 30 ms, for pages that have to be copied.
     names = [name for name in [*roots, *LIKELY_FIRST] if name in sys.modules]
+    has_compiler = "torch._dynamo" in sys.modules
     hidden = {name: sys.modules.pop(name) for name in names}
-    sys.meta_path.insert(0, _HiddenPackages(roots, hidden, command, mask))
+    finder = _HiddenPackages(roots, hidden, command, mask)
+    sys.meta_path.insert(0, finder)
+    return finder.check_late if has_compiler else lambda: None
 
 
 def list_changed(before: dict[bytes, bytes], now: dict[bytes, bytes], packages: Iterable[str]) -> list[str]:
     """Return the names of changed variables that one of the packages reads when it is imported."""
     prefixes = (*READ_BY_TORCH, *(f"{name.upper()}_" for name in packages if name != "torch"))
+    return _list_changed(before, now, prefixes, READ_LATER)
+
+
+def _list_changed(
+    before: dict[bytes, bytes], now: dict[bytes, bytes], prefixes: tuple[str, ...], excluded: tuple[str, ...]
+) -> list[str]:
     names = {os.fsdecode(name) for name in {*before, *now} if before.get(name) != now.get(name)}
-    return sorted(n for n in names if n.startswith(prefixes) and not n.startswith(READ_LATER))
+    return sorted(n for n in names if n.startswith(prefixes) and not n.startswith(excluded))
 
 
 class _HiddenPackages:
@@ -100,13 +116,28 @@ class _HiddenPackages:
         sys.meta_path.remove(self)
         sys.modules.update(self._modules)
 
+    def check_late(self) -> None:
+        """Begin again if the script has changed a variable that a new process would have read meanwhile."""
+        changed = _list_changed(self._environ, dict(os.environb), READ_BY_COMPILER, READ_BY_COMPILER_LATER)
+        if not changed:
+            return
+        if sys.modules["torch"].distributed.is_initialized():  # a second group could not be made
+            message = (
+                f"elastic_resume: the script sets {', '.join(changed)} after it imports torch, and has "
+                "called init_process_group(): this forked worker has read another value. Set variables "
+                "before the import, or where the command runs.\n"
+            )
+            os.write(2, message.encode())
+            return
+        self._start_again(changed)
+
     def _start_again(self, changed: list[str]) -> None:
         """Execute this worker's command, with the environment of its start."""
         if supervisor.ENV_STANDBY in os.environ:
             message = (
-                f"elastic_resume: the script sets {', '.join(changed)} before it imports torch, so this "
-                "worker cannot start before its node joins; the other nodes wait for it. Set variables where "
-                "the command runs.\n"
+                f"elastic_resume: the script sets {', '.join(changed)}, which torch reads at its import, so "
+                "this worker cannot start before its node joins; the other nodes wait for it. Set variables "
+                "where the command runs.\n"
             )
             os.write(2, message.encode())
             os._exit(EXIT_NO_STANDBY)

@@ -14,10 +14,8 @@ A worker that is needed earlier is not started twice: torchelastic's launcher sh
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -70,13 +68,14 @@ class StandbyWorkers:
 
         The kernel kills the launcher shims when the thread that started them ends.
         """
-        kept = {rank for rank in range(self._local_world_size) if self._starts(rank) or is_kept(rank)}
-        ranks = choose_standby_ranks(cost, kept, self._local_world_size, is_possible=self._is_possible)
-        if not ranks or cost is None:
+        ranks = range(self._local_world_size)
+        kept = {rank for rank in ranks if self._starts(rank) or worker_request.is_parked(str(rank))}
+        missing = choose_standby_ranks(cost, kept, self._local_world_size, is_possible=self._is_possible)
+        if not missing or cost is None:
             return
         self._on_begin()
-        logger.info(describe_standby_start(ranks, sorted(kept), cost.start_s))
-        started = {rank: self._spawn(rank, cost) for rank in ranks}
+        logger.info(describe_standby_start(missing, sorted(kept), cost.start_s))
+        started = {rank: self._spawn(rank, cost) for rank in missing}
         self._processes.update(started)
         threading.Thread(
             target=self._wait,
@@ -95,7 +94,9 @@ class StandbyWorkers:
 
         A launcher shim that finds none would start a second worker.
         """
-        while not is_over() and any(self._starts(rank) and not is_kept(rank) for rank in self._processes):
+        while not is_over() and any(
+            self._starts(rank) and not worker_request.is_parked(str(rank)) for rank in self._processes
+        ):
             time.sleep(POLL_INTERVAL_S)
 
     def _starts(self, rank: int) -> bool:
@@ -139,13 +140,3 @@ class StandbyWorkers:
 def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
-
-
-def is_kept(local_rank: int) -> bool:
-    """Return whether a supervisor of this agent waits for the next launcher shim of the local rank.
-
-    It ignores a connection that brings no request.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(worker_request.parked_address(str(local_rank))) in {0, errno.EAGAIN}

@@ -40,6 +40,7 @@ Invariants:
 
 - A running worker never outlives its launcher shim: the supervisor kills everything when the socket closes.
 - No worker outlives its agent. The supervisor of a parked worker polls the name of the agent's lease page.
+  If that supervisor is stopped, the parked worker kills it, and so itself.
 - No worker runs after its lease, a word in shared memory (`lease_page.py`). The supervisor polls that word,
   so no message has to arrive. If the agent revokes it early, a restartable worker has until its former end to
   park, at most PARK_TIMEOUT_S. A parked worker runs no step and needs no lease.
@@ -196,7 +197,7 @@ class WorkerSupervisor:
             self._poll.register(link.socket, select.POLLIN)
         self._begin_generation(connection, lease, copy_monitor)
         if ENV_STANDBY in os.environ:
-            self._listener = link.listen()
+            self._listener = worker_request.listen_parked(os.environ[ENV_LOCAL_RANK])
 
     def _begin_generation(
         self, connection: "_socket.socket", lease: "LeaseView", copy_monitor: "SnapshotCopyMonitor"
@@ -310,7 +311,7 @@ class WorkerSupervisor:
             self._link.send(b"park\n")
             self._park_until = now + PARK_TIMEOUT_S
         if self._link.is_parked:
-            self._listener = self._link.listen()
+            self._listener = worker_request.listen_parked(os.environ[ENV_LOCAL_RANK])
         return min(limit_s, PARK_TIMEOUT_S)
 
     def _handle_stop_request(self) -> None:
@@ -426,17 +427,6 @@ class WorkerLink:
         """Send bytes to the worker."""
         if self.socket is not None:
             send(self.socket, data)
-
-    def listen(self) -> "_socket.socket | None":
-        """Return the socket at which the next launcher shim finds the worker; None if its name is taken."""
-        listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
-        try:
-            listener.bind(worker_request.parked_address(os.environ[ENV_LOCAL_RANK]))
-            listener.listen(16)
-        except OSError:
-            listener.close()
-            return None
-        return listener
 
     def resume(self) -> bool:
         """Send this process's environment and streams to the parked worker; return whether it got them."""

@@ -6,12 +6,14 @@ The fork server answers with a new worker, the supervisor of a parked worker wit
     supervisor --y, then what `supervisor.py` says--> launcher shim
 
 A connection that closes without ``y`` is a refusal. Any user may bind an abstract socket name or connect to
-it, so both sides check the other's user.
+it, so both sides check the other's user. A parked worker's name is the kernel's choice each time, so nobody
+can take it in advance. It stands in the agent's file `ENV_PARKED`, which only our user can open.
 
 As `supervisor.py`, this module imports little and only the standard library.
 """
 
 import _socket
+import errno
 import os
 import select
 import sys
@@ -25,6 +27,7 @@ else:
     import _signal as signal
 
 ENV_PARKED = "ELASTIC_RESUME_PARKED"
+AUTOBIND_BYTES = 6  # unix(7): a null byte and five hexadecimal digits
 MAX_REQUEST_BYTES = 16 << 20
 REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 STOPPED_CHECK_S = 1.0
@@ -37,12 +40,48 @@ class RequestRefusedError(Exception):
 ERRORS = (OSError, ValueError, TypeError, KeyError, RequestRefusedError)
 
 
-def parked_address(local_rank: str) -> str:
-    """Return the address at which the supervisor of this local rank's parked worker listens."""
-    return f"\0{os.environ[ENV_PARKED]}-{local_rank}"
+def listen_parked(local_rank: str) -> "_socket.socket | None":
+    """Return a socket at which the next launcher shim finds the parked worker; None if the system refuses."""
+    listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    try:
+        listener.bind("")  # the kernel chooses a name that is free
+        listener.listen(16)
+        file = os.open(os.environ[ENV_PARKED], os.O_WRONLY | os.O_CLOEXEC)
+        os.pwrite(file, listener.getsockname(), int(local_rank) * AUTOBIND_BYTES)
+        os.close(file)
+    except OSError:
+        listener.close()
+        return None
+    return listener
 
 
-def send(address: str, request: bytes, *, kills_if_stopped: bool = False) -> "_socket.socket | None":
+def read_parked_address(local_rank: str) -> bytes:
+    """Return the address of the newest socket of `listen_parked`; without one, an address of nobody.
+
+    Raises:
+        OSError: the agent has ended.
+
+    """
+    with open(os.environ[ENV_PARKED], "rb") as file:
+        return os.pread(file.fileno(), AUTOBIND_BYTES, int(local_rank) * AUTOBIND_BYTES) or b"\0"
+
+
+def is_parked(local_rank: str) -> bool:
+    """Return whether a supervisor of our user waits there. It ignores a connection without a request."""
+    probe = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    try:
+        probe.setblocking(False)
+        error = probe.connect_ex(read_parked_address(local_rank))
+        return error == errno.EAGAIN or (error == 0 and is_same_user(probe))
+    except OSError:
+        return False
+    finally:
+        probe.close()
+
+
+def send(
+    address: "str | bytes", request: bytes, *, kills_if_stopped: bool = False
+) -> "_socket.socket | None":
     """Send a request; return the connection to the worker's supervisor, or None if there is no worker.
 
     The supervisor of a standby answers late. If ``kills_if_stopped``, one that was stopped by a signal is

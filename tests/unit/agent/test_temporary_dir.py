@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.agent.temporary_dir import make_temporary_dir
+from elastic_resume.errors import MachineError
 
 OWNER = """
 import sys
@@ -85,3 +86,16 @@ def test_later_process_with_the_same_pid_is_not_the_owner(tmp_path: Path, owner:
     earlier.mkdir()
     assert not next_agent_finds(earlier)
     assert path.exists()
+
+
+def test_no_place_for_temporary_files_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container with a read-only root that is a traceback of Python's own."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    text = (
+        r"No usable temporary directory found in .*missing'\]\. Set TMPDIR to a directory that can be written"
+    )
+    with pytest.raises(MachineError, match=text), make_temporary_dir():
+        pass

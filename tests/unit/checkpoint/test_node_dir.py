@@ -8,6 +8,8 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -246,3 +248,18 @@ def test_commit_record_ignores_full_disk(tmp_path: Path) -> None:
 
     node_dir.record_committed_generation(tmp_path, 3, Full())
     assert node_dir.read_committed_generation(tmp_path) == 0
+
+
+def test_first_start_needs_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them the agent would try for ever to record its first view. A later start replaces files."""
+
+    def few(_: object) -> Any:
+        return SimpleNamespace(f_files=1000, f_favail=7)
+
+    monkeypatch.setattr(os, "statvfs", few)
+    with pytest.raises(MachineError, match=r"takes 7 more files, and a run needs 16 at least \(df -i "):
+        NodeDir.claim(tmp_path, "job", "a")
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=0, f_favail=0))  # btrfs
+    NodeDir.claim(tmp_path, "job", "a").release()
+    monkeypatch.setattr(os, "statvfs", few)
+    NodeDir.claim(tmp_path, "job", "a").release()

@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import resource
 import socket
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import __version__, linux
+from elastic_resume import __version__, linux, machine
 from elastic_resume.cli import main
 from elastic_resume.commands import doctor
 from tests.support.gpus import FakeGpus
@@ -198,3 +199,56 @@ def test_kernel_without_pidfd_is_named_and_no_problem(
     monkeypatch.setattr(linux, "pidfd_open", refuse)
     assert run_doctor(monkeypatch, {}, "--ckpt-dir", str(tmp_path)) == 0
     assert "none (Function not implemented)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("address", "value", "source"),
+    [
+        ("127.0.1.1", "127.0.1.1", "is no address for others; run gives gloo an interface"),
+        ("::1", "::1", "is no address for others; run gives gloo an interface"),
+        ("fe80::1%eth0", "fe80::1%eth0", socket.gethostname()),
+        (None, "none", "Name or service not known; run gives gloo an interface"),
+    ],
+)
+def test_address_of_own_name_is_shown(
+    address: str | None, value: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's leads to 127.0.1.1."""
+
+    def look_up(*_: object, **__: object) -> list[Any]:
+        if address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    finding = doctor._check_own_name()
+    assert (finding.value, finding.problem) == (value, "")
+    assert finding.source.endswith(source)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "is_small"),
+    [(64 << 10, "65.5 kB", True), (4 << 30, "4.29 GB", False), (resource.RLIM_INFINITY, "unlimited", False)],
+)
+def test_small_limit_of_locked_memory_is_named(
+    limit: int, value: str, is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """InfiniBand locks its buffers. It is no problem of a job without."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    finding = doctor._check_locked_memory()
+    assert (finding.value, finding.problem) == (value, "")
+    assert ("ulimit -l unlimited" in finding.source) == is_small
+
+
+@pytest.mark.usefixtures("_bare")
+def test_small_limit_of_processes_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As in a container of --pids-limit 40."""
+    for name, text in (("pids.current", "3"), ("pids.max", "40"), ("pids.events", "max 0")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine.ProcessLimit, "find_own", lambda: machine.ProcessLimit(tmp_path, tmp_path))
+    assert run_doctor(monkeypatch, {"PET_NPROC_PER_NODE": "1"}, "--ckpt-dir", str(tmp_path)) == 0
+    assert "3 of 40 run, threads included" in capsys.readouterr().out
+    assert run_doctor(monkeypatch, {"PET_NPROC_PER_NODE": "2"}, "--ckpt-dir", str(tmp_path)) == 1
+    assert "the node needs about 44 more" in capsys.readouterr().out

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_resume import constants
+from elastic_resume.agent.workers import forkserver
 from elastic_resume.policy.failure_classification import GPU, classify_failures
 from elastic_resume.training import worker_exit
 
@@ -87,3 +89,19 @@ def test_next_generation_takes_sigterm_from_one_that_failed_at_its_start(
     finally:
         worker_exit.DrainRequest.current = None
         signal.signal(signal.SIGTERM, before)
+
+
+def test_startup_hook_of_a_standby_reads_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standby that reads RANK ends with a sentence about it, in place of the error of `er.resume()`."""
+
+    def end(code: int) -> None:
+        raise AssertionError(f"the standby ended with {code}")
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delenv("RANK", raising=False)
+    variables: Any = os.environ
+    of_standby = forkserver._StandbyVariables(variables._data)
+    monkeypatch.setattr(variables, "_data", of_standby)
+    monkeypatch.setenv(constants.ENV_STANDBY, "1")
+    worker_exit.install_startup_hook()

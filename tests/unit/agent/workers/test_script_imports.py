@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_resume.agent.workers import forkserver_manager, script_imports, worker_request
 from elastic_resume.constants import ENV_NEW_PROCESS, ENV_STANDBY, EXIT_NO_STANDBY
@@ -105,8 +106,40 @@ def test_standby_ends(
     with pytest.raises(SystemExit) as ended:
         import loaded  # noqa: F401, PLC0415
     assert ended.value.code == EXIT_NO_STANDBY
-    assert "the script sets OMP_NUM_THREADS before it imports torch" in capfd.readouterr().err
+    assert "the script sets OMP_NUM_THREADS, which torch reads at its import" in capfd.readouterr().err
     assert not package
+
+
+@pytest.mark.parametrize(
+    ("name", "begins_again"), [("TORCH_COMPILE_DISABLE", True), ("OMP_NUM_THREADS", False)]
+)
+@pytest.mark.parametrize("has_group", [False, True])
+def test_variable_of_the_compiler_set_after_the_import_starts_the_script_again_at_resume(
+    name: str,
+    begins_again: bool,
+    has_group: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A new process imports torch._dynamo after it, and reads no other variable then."""
+    executed: list[list[str]] = []
+    monkeypatch.setattr(worker_request, "execute", executed.append)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
+    for known in script_imports.LIKELY_FIRST & sys.modules.keys():
+        monkeypatch.setitem(sys.modules, known, sys.modules[known])  # to be put back
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: has_group)
+    before_resume = script_imports.hide(["torch"], ["python", "train.py"], set())
+    import torch as again  # noqa: PLC0415
+
+    assert again is torch
+    monkeypatch.setenv(ENV_NEW_PROCESS, "")  # to be put back
+    before_resume()
+    monkeypatch.setenv(name, "1")
+    before_resume()
+    assert executed == ([["python", "train.py"]] if begins_again and not has_group else [])
+    is_named = "sets TORCH_COMPILE_DISABLE after it imports torch" in capfd.readouterr().err
+    assert is_named == (begins_again and has_group)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent.workers import standby
+from elastic_resume.agent.workers import standby, worker_request
 from elastic_resume.agent.workers.standby import StandbyWorkers
 from elastic_resume.policy.start_cost import StartCost
 from tests.support.processes import wait_for
@@ -58,7 +56,8 @@ class Node:
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     """Have the environment of an agent whose last view was of generation 7."""
     os.mkfifo(tmp_path / "gate")
-    monkeypatch.setenv(constants.ENV_PARKED, f"elastic_resume-{secrets.token_hex(8)}")
+    (tmp_path / "parked").touch()
+    monkeypatch.setenv(constants.ENV_PARKED, str(tmp_path / "parked"))
     monkeypatch.setenv(constants.ENV_RUN_ID, "job")
     for name in standby.REMOVED_VARIABLES:
         monkeypatch.setenv(name, "7")
@@ -71,9 +70,9 @@ def park() -> Iterator[Callable[[int], None]]:
     listeners = []
 
     def listen(local_rank: int) -> None:
-        listeners.append(listener := socket.socket(socket.AF_UNIX))
-        listener.bind(f"\0{os.environ[constants.ENV_PARKED]}-{local_rank}")
-        listener.listen()
+        listener = worker_request.listen_parked(str(local_rank))
+        assert listener is not None
+        listeners.append(listener)
 
     yield listen
     for listener in listeners:
