@@ -70,6 +70,8 @@ class Config:
         True  # the receiver takes it over only in its own ballot, which both have promised
     )
     handed_accepted: bool = True  # it takes over what the other has accepted
+    handed_back: bool = True  # 7: a vote is its giver's again if the receiver's disk is lost
+    late_votes: bool = False  # nodes may join a ballot after its proposal
     # Clauses of the exception, with their rules in docs/concepts/worlds.md.
     ties_only: bool = True  # 1: a taken vote counts only if exactly half of the members vote themselves
     half_repeats: bool = True  # 1: a proposal that half may have accepted is proposed again
@@ -134,6 +136,7 @@ class Ballot(NamedTuple):
     alone: int = 0  # the leader has accepted, and makes half a quorum without its heir
     cast: int = 0  # the heir has accepted, and has taken the leader's vote
     hands: tuple[Join, ...] = ()  # votes handed to the owner
+    back: Bits = 0  # acceptors whose votes count only if the disks that hold them are lost
 
 
 class State(NamedTuple):
@@ -214,8 +217,14 @@ class Model:
             return True
         return bool(votes >> leader[0] & 1) and bool(heir is None or alone or votes >> heir[0] & 1)
 
-    def personal(self, nodes: tuple[Node, ...], ballot: Ballot, joins: tuple[Join, ...]) -> dict[int, Join]:
-        """Return the acceptors whose promises count, with the join that reports what each has accepted."""
+    def personal(
+        self, nodes: tuple[Node, ...], ballot: Ballot, joins: tuple[Join, ...], lost: Bits = 0
+    ) -> dict[int, Join]:
+        """Return the acceptors whose promises count, with the join that reports what each has accepted.
+
+        `lost` are the nodes whose disks are known to be lost: a vote handed to one is its giver's again,
+        if no other has it.
+        """
         voters = {
             join.node: self.current(nodes, ballot, join)
             for join in joins
@@ -225,7 +234,8 @@ class Model:
         for node, join in voters.items():
             if join.handed and self.config.handed_once:
                 holder = voters.get(join.handed - 1)
-                if holder is None or holder.held >> node & 1:
+                is_back = lost >> join.handed - 1 & 1 and not any(o.held >> node & 1 for o in voters.values())
+                if not is_back and (holder is None or holder.held >> node & 1):
                     continue
             for other in range(self.total):
                 if (1 << node | join.held) >> other & 1 and (other not in result or other == node):
@@ -258,11 +268,30 @@ class Model:
             if not ballot.value or not ballot.plain:
                 continue
             marks = {"alone": bool(ballot.alone), "taken": bool(ballot.cast)}
+            back = self.given_back(state.nodes, ballot)
             if self.decides(ballot.world, ballot.plain, **marks) or self.all_replaced(
-                ballot.world, ballot.plain, ballot.joins, taken=bool(ballot.cast)
+                ballot.world, ballot.plain | back, ballot.joins, taken=bool(ballot.cast)
             ):
                 result.append(ballot)
         return result
+
+    def given_back(self, nodes: tuple[Node, ...], ballot: Ballot) -> Bits:
+        """Return the acceptors whose votes were handed to disks that are lost."""
+        lost = self.replaced_in(ballot.world, ballot.joins)
+        back = [i for i, node in enumerate(nodes) if ballot.back >> i & 1 and node.handed]
+        return sum(1 << i for i in back if lost >> nodes[i].handed - 1 & 1)
+
+    def replaced_in(self, world: int, joins: tuple[Join, ...]) -> Bits:
+        """Return the nodes that have joined with another disk than the member of their name."""
+        if not self.config.replaced or not self.config.handed_back:
+            return 0
+        members = self.places[world]
+        others = {
+            join.node
+            for join in joins
+            if join.node in members and not self.is_acceptor(world, join.node, join.life)
+        }
+        return sum(1 << node for node in others)
 
     def all_replaced(self, world: int, votes: Bits, joins: tuple[Join, ...], *, taken: bool) -> bool:
         """Return whether all members without a vote have joined with another disk (rule 7)."""
@@ -339,6 +368,8 @@ class Model:
                 ballot = table.get((node.world, number))
                 if ballot and ballot.value:
                     yield from self.accept(state, i, ballot)
+                    if self.config.late_votes:
+                        yield from self.join(state, i, ballot)
                 elif ballot:
                     yield from self.join(state, i, ballot)
                 else:
@@ -490,7 +521,7 @@ class Model:
         what, after = self.step(
             state, i, changed, "accepts in ballot", ballot.number, ballot.owner, self.worlds[ballot.value]
         )
-        new = ballot
+        new = ballot._replace(back=ballot.back | 1 << i | node.held)
         if counts:
             new = ballot._replace(
                 plain=ballot.plain | 1 << i | node.held, cast=int(bool(ballot.cast or node.taken))
@@ -569,12 +600,13 @@ class Model:
             if node.handed or node.held >> join.node & 1:
                 continue
             held = node.held | 1 << join.node | join.held
-            changed = node._replace(held=held)
+            changed = node._replace(held=held, taken=node.taken | join.taken)
             if join.accepted > node.accepted and self.config.handed_accepted:
                 changed = changed._replace(accepted=join.accepted, value=join.value)
             what, after = self.step(state, i, changed, "has got the vote of", (join.node, join.life))
             if ballot.plain >> i & 1 and node.accepted == ballot.number:
-                after = after._replace(ballots=self.put(state, ballot._replace(plain=ballot.plain | held)))
+                counted = ballot._replace(plain=ballot.plain | held, cast=ballot.cast | changed.taken)
+                after = after._replace(ballots=self.put(state, counted))
             yield what, after
 
     def proposals(self, state: State, ballot: Ballot) -> set[tuple[int, bool]]:
@@ -593,10 +625,12 @@ class Model:
                 not self.config.restarted_leader
                 or lives.get(world.leader[0], world.leader[1]) == world.leader[1]  # type: ignore[index]
             )
-            if not counted:
-                continue
             waits = False
             quorum = self.all_replaced(ballot.world, votes, joins, taken=taken)
+            if lost := 0 if quorum else self.replaced_in(ballot.world, joins):
+                again = self.personal(state.nodes, ballot, joins, lost)
+                if self.all_replaced(ballot.world, sum(1 << node for node in again), joins, taken=taken):
+                    counted, quorum = again, True
             if not quorum and not self.decides(ballot.world, votes, alone=False, taken=taken):
                 if not self.decides(ballot.world, votes, alone=alone, taken=taken):
                     continue

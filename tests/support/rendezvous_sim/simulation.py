@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import combinations, permutations
 
 from elastic_resume.rendezvous.core.messages import Header, Heartbeat
-from elastic_resume.rendezvous.core.quorum import Electorate, are_others_replaced, breaks_tie, find_counted
+from elastic_resume.rendezvous.core.quorum import Electorate, breaks_tie, find_counted, find_replacing_quorum
 from elastic_resume.rendezvous.core.world import Incarnation, View
 from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
@@ -385,7 +385,7 @@ class Simulation:
         replaced = {node.node for node in present if disks.get(node.node, node.disk_id) != node.disk_id}
         nobody = Incarnation("", "")
         is_broken = surplus == 0 and breaks_tie(newest, nobody, counted, is_free_of_heir=True)
-        return is_broken or are_others_replaced(electorate, counted, replaced)
+        return is_broken or find_replacing_quorum(electorate, cast, replaced) is not None
 
     def _describe_shortfall(self, part: set[str]) -> str:
         """Describe what is missing for the required view; empty if nothing is."""
