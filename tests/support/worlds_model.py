@@ -234,7 +234,8 @@ class Model:
         for node, join in voters.items():
             if join.handed and self.config.handed_once:
                 holder = voters.get(join.handed - 1)
-                is_back = lost >> join.handed - 1 & 1 and not any(o.held >> node & 1 for o in voters.values())
+                is_held = any(other.held >> node & 1 for other in voters.values())
+                is_back = lost >> join.handed - 1 & 1 and not is_held
                 if not is_back and (holder is None or holder.held >> node & 1):
                     continue
             for other in range(self.total):

@@ -109,7 +109,7 @@ def breaks_tie(view: View, proposer: Incarnation, counted: CastVotes, *, is_free
 def find_replacing_quorum(
     electorate: Electorate, cast: CastVotes, replaced_nodes: AbstractSet[str]
 ) -> CastVotes | None:
-    """Return the votes that count if all members vote but those whose nodes are back with an empty disk (rule 7).
+    """Return the votes that count if all other members are back with empty disks; None if not (rule 7).
 
     Then these votes are a quorum, however few they are. A vote that was handed to a lost disk is its giver's
     again: all members are here or lost, so no other disk holds it.
