@@ -130,8 +130,8 @@ HAND_ACCEPTED = """a joins ballot 1 a; c joins ballot 1 a; proposal in ballot 1 
     a accepts in ballot 1; c accepts in ballot 1; b joins ballot 2 b; c joins ballot 2 b;
     c hands its vote to b; b has got the vote of c; b joins ballot 3 b;
     proposal in ballot 3 b world 2 {value 3}; b accepts in ballot 3;"""
-LOST_HOLDER = """a joins ballot 1 b; b joins ballot 1 b; a hands its vote to b; b has got the vote of a; b crashes;
-    b restarts with an empty disk; b~1 learns; a joins ballot 2 a; b~1 joins ballot 2 a;"""
+LOST_HOLDER = """a joins ballot 1 b; b joins ballot 1 b; a hands its vote to b; b has got the vote of a;
+    b crashes; b restarts with an empty disk; b~1 learns; a joins ballot 2 a; b~1 joins ballot 2 a;"""
 AFTER_LOST_HOLDER = "proposal in ballot 2 a world 2; a accepts in ballot 2 a; a learns world 2 {a b~1};"
 LOST = change(EMPTY_DISK, newcomers=1, slots=2, check_i1=False)
 
@@ -175,9 +175,9 @@ def test_rule_without_clause_makes_two_worlds(config: Config, schedule: str) -> 
 def test_vote_handed_to_a_lost_disk_is_its_givers_again() -> None:
     """The giver and the empty disk decide the next world; without the clause nobody ever does."""
     config = change(EMPTY_DISK, handover=True, replaced=True, known_losses=True, ballots=(2,))
-    state = play(Model(config), LOST_HOLDER + AFTER_LOST_HOLDER)
-    assert not Model(config).violation(state)
+    model = Model(config)
+    assert not model.violation(play(model, LOST_HOLDER + AFTER_LOST_HOLDER))
 
-    without = change(config, handed_back=False)
-    state = play(Model(without), LOST_HOLDER)
-    assert "proposal in ballot" not in [what[0] for what, _ in Model(without).steps(state)]
+    without = Model(change(config, handed_back=False))
+    steps = without.steps(play(without, LOST_HOLDER))
+    assert "proposal in ballot" not in [what[0] for what, _ in steps]
