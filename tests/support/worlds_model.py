@@ -136,7 +136,7 @@ class Ballot(NamedTuple):
     alone: int = 0  # the leader has accepted, and makes half a quorum without its heir
     cast: int = 0  # the heir has accepted, and has taken the leader's vote
     hands: tuple[Join, ...] = ()  # votes handed to the owner
-    back: Bits = 0  # acceptors whose votes count only if the disks that hold them are lost
+    back: Bits = 0  # nodes that have accepted: their votes count if the disks that hold them are lost
 
 
 class State(NamedTuple):
@@ -277,10 +277,11 @@ class Model:
         return result
 
     def given_back(self, nodes: tuple[Node, ...], ballot: Ballot) -> Bits:
-        """Return the acceptors whose votes were handed to disks that are lost."""
-        lost = self.replaced_in(ballot.world, ballot.joins)
-        back = [i for i, node in enumerate(nodes) if ballot.back >> i & 1 and node.handed]
-        return sum(1 << i for i in back if lost >> nodes[i].handed - 1 & 1)
+        """Return the acceptors whose votes were handed to disks that are lost, and whose votes they hold."""
+        if not (lost := self.replaced_in(ballot.world, ballot.joins)):
+            return 0
+        joins = tuple(join for join in ballot.joins if ballot.back >> join.node & 1)
+        return sum(1 << node for node in self.personal(nodes, ballot, joins, lost))
 
     def replaced_in(self, world: int, joins: tuple[Join, ...]) -> Bits:
         """Return the nodes that have joined with another disk than the member of their name."""
@@ -509,9 +510,11 @@ class Model:
             return
         counts = True
         if node.handed and self.config.handed_once:
-            holder = {join.node: self.current(state.nodes, ballot, join) for join in ballot.joins}.get(
-                node.handed - 1
-            )
+            holder = {
+                join.node: self.current(state.nodes, ballot, join)
+                for join in ballot.joins
+                if self.is_acceptor(ballot.world, join.node, join.life)
+            }.get(node.handed - 1)
             counts = holder is not None and not holder.held >> i & 1
         changed = node._replace(
             promised=ballot.number,
@@ -522,7 +525,7 @@ class Model:
         what, after = self.step(
             state, i, changed, "accepts in ballot", ballot.number, ballot.owner, self.worlds[ballot.value]
         )
-        new = ballot._replace(back=ballot.back | 1 << i | node.held)
+        new = ballot._replace(back=ballot.back | 1 << i) if self.config.handover else ballot
         if counts:
             new = ballot._replace(
                 plain=ballot.plain | 1 << i | node.held, cast=int(bool(ballot.cast or node.taken))
@@ -695,7 +698,9 @@ class Model:
           can break I1 in that slot alone, and an exploration with one slot finds that. Not with lost disks.
         - Ballots without a proposal whose owner has ended: who joined cannot join that number again, so a
           second use of the number is a ballot of its own between the same neighbours.
-        - What joins reported, once the proposal is made: only rule 7 and votes handed over need joins then.
+        - What joins reported, once the proposal is made: only rule 7 and votes handed over need joins then,
+          and who has whose vote.
+        - Votes handed over that their receiver has, or cannot take over any more.
         - Windows, once the heir cannot take votes.
         """
         low = min(self.worlds[node.world].generation for node in state.nodes)
@@ -718,7 +723,7 @@ class Model:
             if ballot.value:
                 ballots.append(self.without_reports(nodes, ballot))
             elif self.leads(nodes, ballot) or (ballot.hands and not self.config.handed_in_ballot):
-                ballots.append(ballot)
+                ballots.append(ballot._replace(hands=self.open_hands(nodes, ballot)))
         free = tuple(world for world in state.free if self.takes_in(nodes, self.worlds[world].heir, world))
         return State(nodes, tuple(sorted(ballots)) if done else tuple(ballots), free)
 
@@ -739,18 +744,44 @@ class Model:
 
         A ballot whose votes cannot become a quorum any more keeps its proposal, which its owner may report.
         """
-        world = self.worlds[ballot.world]
-        if self.config.replaced or self.config.handover:
-            return ballot
-        if self.config.durable_promise and not (ballot.owner and self.leads(nodes, ballot)):
-            votes = ballot.plain | sum(
-                1 << i
-                for i, node in enumerate(nodes)
-                if node.promised <= ballot.number or self.worlds[node.world].generation != world.generation
-            )
-            if not self.decides(ballot.world, votes, alone=True, taken=True):
+        leads = self.leads(nodes, ballot)
+        if self.config.durable_promise and self.config.handed_in_ballot and not (ballot.owner and leads):
+            votes = self.possible_votes(nodes, ballot)
+            if not self.decides(ballot.world, votes, alone=True, taken=True) and not self.all_replaced(
+                ballot.world, votes, ballot.joins, taken=True
+            ):
                 return Ballot(ballot.world, ballot.number, ballot.owner, ballot.value)
-        return ballot._replace(joins=())
+        if not self.config.replaced and not self.config.handover:
+            return ballot._replace(joins=())
+        joins = tuple([Join(join.node, join.life, 0, 0, 0, join.held, join.handed) for join in ballot.joins])
+        return ballot._replace(joins=joins, hands=self.open_hands(nodes, ballot))
+
+    def open_hands(self, nodes: tuple[Node, ...], ballot: Ballot) -> tuple[Join, ...]:
+        """Return the votes that the owner of a ballot may still take over."""
+        if not ballot.hands or ballot.owner is None or not self.config.handed_in_ballot:
+            return ballot.hands
+        owner = nodes[ballot.owner[0]]
+        if owner.handed or not self.leads(nodes, ballot):
+            return ()
+        return tuple([join for join in ballot.hands if not owner.held >> join.node & 1])
+
+    def possible_votes(self, nodes: tuple[Node, ...], ballot: Ballot) -> Bits:
+        """Return the members whose votes a ballot has, or may get, now that its owner does not lead it."""
+        generation = self.worlds[ballot.world].generation
+        votes = ballot.plain | ballot.back
+        for i, node in enumerate(nodes):
+            may_accept = (
+                node.promised <= ballot.number or self.worlds[node.world].generation != generation
+            ) and self.is_acceptor(ballot.world, i, node.life)
+            if may_accept or ballot.back >> i & 1:
+                votes |= 1 << i | node.held
+        if self.config.handover:  # a vote on its way to one of these
+            for _ in nodes:
+                given = [i for i, node in enumerate(nodes) if node.handed and votes >> node.handed - 1 & 1]
+                votes |= sum({1 << i for i in given})
+                for i in given:
+                    votes |= nodes[i].held
+        return votes
 
     def violation(self, state: State) -> str:
         """Return the invariant that a state breaks, or ''."""
