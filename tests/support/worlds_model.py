@@ -167,6 +167,7 @@ class Model:
         self.worlds: list[World] = []
         self.ids: dict[World, int] = {}
         self.places: list[dict[int, int]] = []  # for each world: node -> life of the member
+        self.surpluses: dict[tuple[int, Bits], int] = {}
         members = tuple((node, 0) for node in range(config.nodes))
         self.intern(World(0, members))
         self.start = 0 if config.first else self.world(1, members, members[config.leader], 0)
@@ -200,8 +201,11 @@ class Model:
 
     def surplus(self, world: int, votes: Bits) -> int:
         """Return by how many votes these are more than half, doubled; 0 is exactly half."""
-        voters = self.places[world] if self.config.members_only else range(self.total)
-        return 2 * sum(votes >> node & 1 for node in voters) - len(self.places[world])
+        if (world, votes) not in self.surpluses:
+            voters = self.places[world] if self.config.members_only else range(self.total)
+            surplus = 2 * sum(votes >> node & 1 for node in voters) - len(self.places[world])
+            self.surpluses[world, votes] = surplus
+        return self.surpluses[world, votes]
 
     def decides(self, world: int, votes: Bits, *, alone: bool, taken: bool) -> bool:
         """Return whether acceptors are a quorum.
@@ -264,17 +268,19 @@ class Model:
 
     def chosen(self, state: State) -> list[Ballot]:
         """Return the ballots that have decided."""
-        result = []
-        for ballot in state.ballots:
-            if not ballot.value or not ballot.plain:
-                continue
-            marks = {"alone": bool(ballot.alone), "taken": bool(ballot.cast)}
-            back = self.given_back(state.nodes, ballot)
-            if self.decides(ballot.world, ballot.plain, **marks) or self.all_replaced(
-                ballot.world, ballot.plain | back, ballot.joins, taken=bool(ballot.cast)
-            ):
-                result.append(ballot)
-        return result
+        return [ballot for ballot in state.ballots if self.is_chosen(state.nodes, ballot)]
+
+    def is_chosen(self, nodes: tuple[Node, ...], ballot: Ballot) -> bool:
+        """Return whether a ballot has decided."""
+        if not ballot.value or not (ballot.plain or ballot.back):
+            return False
+        alone, taken = bool(ballot.alone), bool(ballot.cast)
+        if self.decides(ballot.world, ballot.plain, alone=alone, taken=taken):
+            return True
+        if not self.config.replaced:
+            return False
+        votes = ballot.plain | self.given_back(nodes, ballot)
+        return self.all_replaced(ballot.world, votes, ballot.joins, taken=taken)
 
     def given_back(self, nodes: tuple[Node, ...], ballot: Ballot) -> Bits:
         """Return the acceptors whose votes were handed to disks that are lost, and whose votes they hold."""
@@ -700,6 +706,7 @@ class Model:
           second use of the number is a ballot of its own between the same neighbours.
         - What joins reported, once the proposal is made: only rule 7 and votes handed over need joins then,
           and who has whose vote.
+        - Which votes have decided, and a proposal that nobody can accept.
         - Votes handed over that their receiver has, or cannot take over any more.
         - Windows, once the heir cannot take votes.
         """
@@ -721,7 +728,9 @@ class Model:
             if ballot.world in done or self.worlds[ballot.world].generation < low:
                 continue
             if ballot.value:
-                ballots.append(self.without_reports(nodes, ballot))
+                new = self.without_reports(nodes, ballot)
+                if new.plain or new.back or self.is_open(nodes, new):
+                    ballots.append(new)
             elif self.leads(nodes, ballot) or (ballot.hands and not self.config.handed_in_ballot):
                 ballots.append(ballot._replace(hands=self.open_hands(nodes, ballot)))
         free = tuple(world for world in state.free if self.takes_in(nodes, self.worlds[world].heir, world))
@@ -739,6 +748,20 @@ class Model:
             and (late or (node.world == world and not node.elsewhere))
         )
 
+    def is_open(self, nodes: tuple[Node, ...], ballot: Ballot) -> bool:
+        """Return whether anybody may still lead, join or accept in a ballot that has no votes."""
+        generation = self.worlds[ballot.world].generation
+        return (
+            self.tokens
+            or not self.config.durable_promise
+            or self.leads(nodes, ballot)
+            or any(
+                node.promised <= ballot.number
+                for node in nodes
+                if self.worlds[node.world].generation <= generation
+            )
+        )
+
     def without_reports(self, nodes: tuple[Node, ...], ballot: Ballot) -> Ballot:
         """Return a ballot that has its proposal, without what no vote in it needs.
 
@@ -753,7 +776,11 @@ class Model:
                 return Ballot(ballot.world, ballot.number, ballot.owner, ballot.value)
         if not self.config.replaced and not self.config.handover:
             return ballot._replace(joins=())
-        joins = tuple([Join(join.node, join.life, 0, 0, 0, join.held, join.handed) for join in ballot.joins])
+        if self.is_chosen(nodes, ballot):
+            joins = tuple([Join(join.node, join.life, 0, 0, 0, 0, 0) for join in ballot.joins])
+            ballot = ballot._replace(plain=self.everybody, back=0, alone=1, cast=1)
+        else:
+            joins = tuple([join._replace(accepted=0, value=0, taken=0) for join in ballot.joins])
         return ballot._replace(joins=joins, hands=self.open_hands(nodes, ballot))
 
     def open_hands(self, nodes: tuple[Node, ...], ballot: Ballot) -> tuple[Join, ...]:
