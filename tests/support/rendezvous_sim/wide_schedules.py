@@ -68,6 +68,12 @@ def draw_job(rng: random.Random, family: str, count: int, min_nodes: int = 1) ->
     return replace(job, nodes=nodes, settings=settings)
 
 
+def add_candidate(job: JobSpec, name: str) -> JobSpec:
+    """Let a node be a candidate: a node that knows none of the others looks for it there."""
+    others = [other for other in job.settings.candidates if other != name]
+    return replace(job, settings=replace(job.settings, candidates=(*others, name)))
+
+
 def draw_leavers(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
     """Let some nodes leave at once or one after the other for good; those that stay, or join, must continue.
 
@@ -78,6 +84,8 @@ def draw_leavers(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
     new_count = rng.choice((0, 0, 1, leaving_count))
     job = draw_job(rng, kinds.LEAVERS, count, rng.randint(1, count - leaving_count + new_count))
     leaving = tuple(rng.sample(job.node_names, leaving_count))
+    if new_count:
+        job = add_candidate(job, rng.choice([name for name in job.node_names if name not in leaving]))
     at_s = rng.uniform(6.0, 9.0)
     nodes = [NodeSpec(f"z{number}", at_s + rng.uniform(0.1, 9.0)) for number in range(new_count)]
     job = replace(job, nodes=(*job.nodes, *nodes), stays_away=leaving, must_continue=True)
@@ -93,6 +101,7 @@ def draw_full_stop(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
     count = rng.choice((2, 3, 3, 4, 5, 6, 7))
     job = draw_job(rng, kinds.FULL_STOPS, count, rng.randint(1, count // 2 + 1))
     back = rng.sample(job.node_names, count // 2 + 1)
+    job = add_candidate(job, back[0])
     away = tuple(name for name in job.node_names if name not in back)
     kind, at = rng.choice(("power", "power", "leave")), Trigger(rng.uniform(6.0, 9.0))
     faults = [Fault(at, kind, (name,), rng.choice((0.3, 3.0, 6.0))) for name in back]
