@@ -53,7 +53,8 @@ def draw_conditions(rng: random.Random, job: JobSpec, share: float) -> JobSpec:
     if rng.random() < share:
         job = replace(job, has_new_addresses=True)
     if rng.random() < share:
-        job = replace(job, loss=rng.choice((0.02, 0.1)))
+        # A node that leaves waits for two seconds, and each packet of ten may need half of one.
+        job = replace(job, loss=0.02 if job.must_continue else rng.choice((0.02, 0.1)))
     if rng.random() < share:
         timeout_s = 10.0 if job.loss else rng.choice((1.0, 10.0))
         job = replace(job, settings=replace(job.settings, node_timeout_s=timeout_s))
@@ -139,17 +140,19 @@ def draw_second_run(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
 
 
 def draw_foreign_directory(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
-    """Let a node come with the directory of another job, before or after the first view."""
+    """Let a node come with the directory of another job while a view runs."""
     job = draw_job(rng, kinds.FOREIGN, rng.choice((3, 4, 5)))
     name = rng.choice(job.node_names[1:])
-    start_s = rng.choice((0.5, rng.uniform(5.0, 9.0)))
     nodes = tuple(
-        replace(node, is_foreign=True, start_s=start_s) if node.name == name else node for node in job.nodes
+        replace(node, is_foreign=True, start_s=rng.uniform(6.0, 9.0)) if node.name == name else node
+        for node in job.nodes
     )
     settings = replace(
         job.settings, candidates=tuple(rng.sample([other for other in job.node_names if other != name], 2))
     )
+    # Before the first view is decided nobody can know that the directory is of another job.
     faults = random_schedules.draw_faults(rng, kinds.ANY_FAULT, job.node_names)[: rng.randint(0, 2)]
+    faults = [replace(fault, trigger=Trigger(rng.uniform(6.0, 12.0))) for fault in faults]
     faults = faults or [Fault(Trigger(12.0), "worker", ("#0",))]
     return replace(job, nodes=nodes, settings=settings), faults
 
