@@ -40,13 +40,14 @@ class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
     has_failed_job = False
+    has_new_addresses = False
+    """Each process of it listens elsewhere than the one before."""
 
     def __init__(
         self, name: str, settings: interface.RendezvousSettings, net: Network, checkers: InvariantChecker
     ) -> None:
         self.name = self.node_name = self.address = name
         """Its host name, and the name that its agent says. By mistake two machines may have the same."""
-        self.has_new_addresses = False
         self.settings = settings
         self.net = net
         self.clock = net.clock

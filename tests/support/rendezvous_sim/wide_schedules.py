@@ -2,7 +2,7 @@
 
 These are orderly ways to stop, nodes of new names, second runs with other settings, and the conditions of
 real clusters: workers that stop slowly, other node timeouts, lost packets, new ports and IP addresses. Where
-worlds.md promises that the nodes that are left continue, `must_continue` checks it without the core's own rule.
+worlds.md promises that the nodes that are left continue, `must_continue` checks it without the core's rule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAMILY_WEIGHTS = {
     kinds.MANY_NODES: 1,
     kinds.ANY_FAULT: 42,
 }
-"""Schedules of each family in a hundred; for `ANY_FAULT` a schedule of `random_schedules` in a real cluster."""
+"""Schedules of each family in a hundred; for `ANY_FAULT` one of `random_schedules` in a real cluster."""
 NEVER_S = float("inf")
 
 

@@ -14,6 +14,9 @@ HANDOVER = Config(nodes=3, strict=True, handover=True, crashes=0, end=False)
 STRICT = Config(nodes=2, crashes=0, strict=True)
 TWO_SLOTS = Config(nodes=2, newcomers=1, slots=2, ballots=(2, 1))
 EMPTY_DISK = Config(nodes=2, lost=1, ballots=(2, 2), end=False)
+HANDED_TO_LOST = Config(
+    nodes=2, lost=1, ballots=(2,), end=False, replaced=True, known_losses=True, handover=True
+)
 FIRST_WORLD = Config(nodes=3, first=True, strict=True, lost=1, ballots=(2, 1), end=False)
 
 
@@ -68,6 +71,11 @@ def test_rule_explored_completely_keeps_its_invariants(config: Config) -> None:
         Config(nodes=3, handover=True, end=False),
         Config(nodes=2, replaced=True, known_losses=True, lost=1, crashes=2),
         change(TWO_SLOTS, replaced=True, known_losses=True, lost=1, end=False, owners=("L", "H")),
+        HANDED_TO_LOST,
+        change(HANDED_TO_LOST, late_votes=True),
+        change(HANDED_TO_LOST, crashes=2),
+        change(HANDED_TO_LOST, nodes=3, owners=("H", "L")),
+        change(HANDED_TO_LOST, nodes=3, owners=("L", "H")),
     ],
 )
 def test_larger_configuration_explored_completely_keeps_its_invariants(config: Config) -> None:
@@ -174,10 +182,9 @@ def test_rule_without_clause_makes_two_worlds(config: Config, schedule: str) -> 
 
 def test_vote_handed_to_a_lost_disk_is_its_givers_again() -> None:
     """The giver and the empty disk decide the next world; without the clause nobody ever does."""
-    config = change(EMPTY_DISK, handover=True, replaced=True, known_losses=True, ballots=(2,))
-    model = Model(config)
+    model = Model(HANDED_TO_LOST)
     assert not model.violation(play(model, LOST_HOLDER + AFTER_LOST_HOLDER))
 
-    without = Model(change(config, handed_back=False))
+    without = Model(change(HANDED_TO_LOST, handed_back=False))
     steps = without.steps(play(without, LOST_HOLDER))
     assert "proposal in ballot" not in [what[0] for what, _ in steps]
