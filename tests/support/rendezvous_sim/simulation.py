@@ -101,6 +101,7 @@ class Simulation:
             node.max_stop_s = self.rng.choice(job.max_stop_s)
             node.has_new_addresses = job.has_new_addresses
             if spec.is_foreign:
+                node.checkers = InvariantChecker()  # while it reaches no other node, it continues its own job
                 node.adopt_foreign_directory()
             node.on_event = self._on_event
         self.event_counts: Counter[str] = Counter()

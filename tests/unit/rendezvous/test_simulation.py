@@ -67,6 +67,18 @@ def test_node_that_joins_after_it_was_asked_to_leave_is_in_no_view() -> None:
         assert not result.violations, result
 
 
+def test_node_that_leaves_hands_its_vote_over_whatever_the_node_timeout_is() -> None:
+    """It calls its successor before that leads, and again when it has announced itself."""
+    nodes = NodeSpec("a"), NodeSpec("b", order=1)
+    settings = RendezvousSettings(("a", "b"), max_nodes=2, node_timeout_s=10.0, is_strict=True)
+    job = JobSpec(nodes, settings, stays_away=("a",), must_continue=True)
+    for seed in range(12):
+        result = run_schedule(
+            Schedule(seed, kinds.LEAVERS, job, (Fault(Trigger(7.0), "leave", ("a",), 1e9),))
+        )
+        assert not result.violations, result
+
+
 SPLIT_VIEWS = {ONE_WHOLE_VIEW, ONE_VIEW_PER_GENERATION, ONE_DECISION, NO_STEP_AFTER_SUCCESSOR}
 
 
