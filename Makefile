@@ -107,6 +107,7 @@ FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))
 SEEDS ?= 100000
 simulate: $(READY)
 	$(BIN)/python -m tests.support.rendezvous_sim --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.support.rendezvous_sim --seeds $(SEEDS) --first $(FIRST) --wide
 
 nightly: simulate
 	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py \

@@ -70,6 +70,8 @@ class Config:
         True  # the receiver takes it over only in its own ballot, which both have promised
     )
     handed_accepted: bool = True  # it takes over what the other has accepted
+    handed_back: bool = True  # 7: a vote is its giver's again if the receiver's disk is lost
+    late_votes: bool = False  # nodes may join a ballot after its proposal
     # Clauses of the exception, with their rules in docs/concepts/worlds.md.
     ties_only: bool = True  # 1: a taken vote counts only if exactly half of the members vote themselves
     half_repeats: bool = True  # 1: a proposal that half may have accepted is proposed again
@@ -134,6 +136,7 @@ class Ballot(NamedTuple):
     alone: int = 0  # the leader has accepted, and makes half a quorum without its heir
     cast: int = 0  # the heir has accepted, and has taken the leader's vote
     hands: tuple[Join, ...] = ()  # votes handed to the owner
+    back: Bits = 0  # nodes that have accepted: their votes count if the disks that hold them are lost
 
 
 class State(NamedTuple):
@@ -164,6 +167,7 @@ class Model:
         self.worlds: list[World] = []
         self.ids: dict[World, int] = {}
         self.places: list[dict[int, int]] = []  # for each world: node -> life of the member
+        self.surpluses: dict[tuple[int, Bits], int] = {}
         members = tuple((node, 0) for node in range(config.nodes))
         self.intern(World(0, members))
         self.start = 0 if config.first else self.world(1, members, members[config.leader], 0)
@@ -197,8 +201,11 @@ class Model:
 
     def surplus(self, world: int, votes: Bits) -> int:
         """Return by how many votes these are more than half, doubled; 0 is exactly half."""
-        voters = self.places[world] if self.config.members_only else range(self.total)
-        return 2 * sum(votes >> node & 1 for node in voters) - len(self.places[world])
+        if (world, votes) not in self.surpluses:
+            voters = self.places[world] if self.config.members_only else range(self.total)
+            surplus = 2 * sum(votes >> node & 1 for node in voters) - len(self.places[world])
+            self.surpluses[world, votes] = surplus
+        return self.surpluses[world, votes]
 
     def decides(self, world: int, votes: Bits, *, alone: bool, taken: bool) -> bool:
         """Return whether acceptors are a quorum.
@@ -214,8 +221,14 @@ class Model:
             return True
         return bool(votes >> leader[0] & 1) and bool(heir is None or alone or votes >> heir[0] & 1)
 
-    def personal(self, nodes: tuple[Node, ...], ballot: Ballot, joins: tuple[Join, ...]) -> dict[int, Join]:
-        """Return the acceptors whose promises count, with the join that reports what each has accepted."""
+    def personal(
+        self, nodes: tuple[Node, ...], ballot: Ballot, joins: tuple[Join, ...], lost: Bits = 0
+    ) -> dict[int, Join]:
+        """Return the acceptors whose promises count, with the join that reports what each has accepted.
+
+        `lost` are the nodes whose disks are known to be lost: a vote handed to one is its giver's again,
+        if no other has it.
+        """
         voters = {
             join.node: self.current(nodes, ballot, join)
             for join in joins
@@ -225,7 +238,9 @@ class Model:
         for node, join in voters.items():
             if join.handed and self.config.handed_once:
                 holder = voters.get(join.handed - 1)
-                if holder is None or holder.held >> node & 1:
+                is_held = any(other.held >> node & 1 for other in voters.values())
+                is_back = lost >> join.handed - 1 & 1 and not is_held
+                if not is_back and (holder is None or holder.held >> node & 1):
                     continue
             for other in range(self.total):
                 if (1 << node | join.held) >> other & 1 and (other not in result or other == node):
@@ -253,16 +268,38 @@ class Model:
 
     def chosen(self, state: State) -> list[Ballot]:
         """Return the ballots that have decided."""
-        result = []
-        for ballot in state.ballots:
-            if not ballot.value or not ballot.plain:
-                continue
-            marks = {"alone": bool(ballot.alone), "taken": bool(ballot.cast)}
-            if self.decides(ballot.world, ballot.plain, **marks) or self.all_replaced(
-                ballot.world, ballot.plain, ballot.joins, taken=bool(ballot.cast)
-            ):
-                result.append(ballot)
-        return result
+        return [ballot for ballot in state.ballots if self.is_chosen(state.nodes, ballot)]
+
+    def is_chosen(self, nodes: tuple[Node, ...], ballot: Ballot) -> bool:
+        """Return whether a ballot has decided."""
+        if not ballot.value or not (ballot.plain or ballot.back):
+            return False
+        alone, taken = bool(ballot.alone), bool(ballot.cast)
+        if self.decides(ballot.world, ballot.plain, alone=alone, taken=taken):
+            return True
+        if not self.config.replaced:
+            return False
+        votes = ballot.plain | self.given_back(nodes, ballot)
+        return self.all_replaced(ballot.world, votes, ballot.joins, taken=taken)
+
+    def given_back(self, nodes: tuple[Node, ...], ballot: Ballot) -> Bits:
+        """Return the acceptors whose votes were handed to disks that are lost, and whose votes they hold."""
+        if not (lost := self.replaced_in(ballot.world, ballot.joins)):
+            return 0
+        joins = tuple(join for join in ballot.joins if ballot.back >> join.node & 1)
+        return sum(1 << node for node in self.personal(nodes, ballot, joins, lost))
+
+    def replaced_in(self, world: int, joins: tuple[Join, ...]) -> Bits:
+        """Return the nodes that have joined with another disk than the member of their name."""
+        if not self.config.replaced or not self.config.handed_back:
+            return 0
+        members = self.places[world]
+        others = {
+            join.node
+            for join in joins
+            if join.node in members and not self.is_acceptor(world, join.node, join.life)
+        }
+        return sum(1 << node for node in others)
 
     def all_replaced(self, world: int, votes: Bits, joins: tuple[Join, ...], *, taken: bool) -> bool:
         """Return whether all members without a vote have joined with another disk (rule 7)."""
@@ -339,6 +376,8 @@ class Model:
                 ballot = table.get((node.world, number))
                 if ballot and ballot.value:
                     yield from self.accept(state, i, ballot)
+                    if self.config.late_votes:
+                        yield from self.join(state, i, ballot)
                 elif ballot:
                     yield from self.join(state, i, ballot)
                 else:
@@ -477,9 +516,11 @@ class Model:
             return
         counts = True
         if node.handed and self.config.handed_once:
-            holder = {join.node: self.current(state.nodes, ballot, join) for join in ballot.joins}.get(
-                node.handed - 1
-            )
+            holder = {
+                join.node: self.current(state.nodes, ballot, join)
+                for join in ballot.joins
+                if self.is_acceptor(ballot.world, join.node, join.life)
+            }.get(node.handed - 1)
             counts = holder is not None and not holder.held >> i & 1
         changed = node._replace(
             promised=ballot.number,
@@ -490,7 +531,7 @@ class Model:
         what, after = self.step(
             state, i, changed, "accepts in ballot", ballot.number, ballot.owner, self.worlds[ballot.value]
         )
-        new = ballot
+        new = ballot._replace(back=ballot.back | 1 << i) if self.config.handover else ballot
         if counts:
             new = ballot._replace(
                 plain=ballot.plain | 1 << i | node.held, cast=int(bool(ballot.cast or node.taken))
@@ -569,12 +610,13 @@ class Model:
             if node.handed or node.held >> join.node & 1:
                 continue
             held = node.held | 1 << join.node | join.held
-            changed = node._replace(held=held)
+            changed = node._replace(held=held, taken=node.taken | join.taken)
             if join.accepted > node.accepted and self.config.handed_accepted:
                 changed = changed._replace(accepted=join.accepted, value=join.value)
             what, after = self.step(state, i, changed, "has got the vote of", (join.node, join.life))
             if ballot.plain >> i & 1 and node.accepted == ballot.number:
-                after = after._replace(ballots=self.put(state, ballot._replace(plain=ballot.plain | held)))
+                counted = ballot._replace(plain=ballot.plain | held, cast=ballot.cast | changed.taken)
+                after = after._replace(ballots=self.put(state, counted))
             yield what, after
 
     def proposals(self, state: State, ballot: Ballot) -> set[tuple[int, bool]]:
@@ -593,10 +635,12 @@ class Model:
                 not self.config.restarted_leader
                 or lives.get(world.leader[0], world.leader[1]) == world.leader[1]  # type: ignore[index]
             )
-            if not counted:
-                continue
             waits = False
             quorum = self.all_replaced(ballot.world, votes, joins, taken=taken)
+            if lost := 0 if quorum else self.replaced_in(ballot.world, joins):
+                again = self.personal(state.nodes, ballot, joins, lost)
+                if self.all_replaced(ballot.world, sum(1 << node for node in again), joins, taken=taken):
+                    counted, quorum = again, True
             if not quorum and not self.decides(ballot.world, votes, alone=False, taken=taken):
                 if not self.decides(ballot.world, votes, alone=alone, taken=taken):
                     continue
@@ -660,7 +704,10 @@ class Model:
           can break I1 in that slot alone, and an exploration with one slot finds that. Not with lost disks.
         - Ballots without a proposal whose owner has ended: who joined cannot join that number again, so a
           second use of the number is a ballot of its own between the same neighbours.
-        - What joins reported, once the proposal is made: only rule 7 and votes handed over need joins then.
+        - What joins reported, once the proposal is made: only rule 7 and votes handed over need joins then,
+          and who has whose vote.
+        - Which votes have decided, and a proposal that nobody can accept.
+        - Votes handed over that their receiver has, or cannot take over any more.
         - Windows, once the heir cannot take votes.
         """
         low = min(self.worlds[node.world].generation for node in state.nodes)
@@ -681,9 +728,11 @@ class Model:
             if ballot.world in done or self.worlds[ballot.world].generation < low:
                 continue
             if ballot.value:
-                ballots.append(self.without_reports(nodes, ballot))
+                new = self.without_reports(nodes, ballot)
+                if new.plain or new.back or self.is_open(nodes, new):
+                    ballots.append(new)
             elif self.leads(nodes, ballot) or (ballot.hands and not self.config.handed_in_ballot):
-                ballots.append(ballot)
+                ballots.append(ballot._replace(hands=self.open_hands(nodes, ballot)))
         free = tuple(world for world in state.free if self.takes_in(nodes, self.worlds[world].heir, world))
         return State(nodes, tuple(sorted(ballots)) if done else tuple(ballots), free)
 
@@ -699,23 +748,67 @@ class Model:
             and (late or (node.world == world and not node.elsewhere))
         )
 
+    def is_open(self, nodes: tuple[Node, ...], ballot: Ballot) -> bool:
+        """Return whether anybody may still lead, join or accept in a ballot that has no votes."""
+        generation = self.worlds[ballot.world].generation
+        return (
+            self.tokens
+            or not self.config.durable_promise
+            or self.leads(nodes, ballot)
+            or any(
+                node.promised <= ballot.number
+                for node in nodes
+                if self.worlds[node.world].generation <= generation
+            )
+        )
+
     def without_reports(self, nodes: tuple[Node, ...], ballot: Ballot) -> Ballot:
         """Return a ballot that has its proposal, without what no vote in it needs.
 
         A ballot whose votes cannot become a quorum any more keeps its proposal, which its owner may report.
         """
-        world = self.worlds[ballot.world]
-        if self.config.replaced or self.config.handover:
-            return ballot
-        if self.config.durable_promise and not (ballot.owner and self.leads(nodes, ballot)):
-            votes = ballot.plain | sum(
-                1 << i
-                for i, node in enumerate(nodes)
-                if node.promised <= ballot.number or self.worlds[node.world].generation != world.generation
-            )
-            if not self.decides(ballot.world, votes, alone=True, taken=True):
+        leads = self.leads(nodes, ballot)
+        if self.config.durable_promise and self.config.handed_in_ballot and not (ballot.owner and leads):
+            votes = self.possible_votes(nodes, ballot)
+            if not self.decides(ballot.world, votes, alone=True, taken=True) and not self.all_replaced(
+                ballot.world, votes, ballot.joins, taken=True
+            ):
                 return Ballot(ballot.world, ballot.number, ballot.owner, ballot.value)
-        return ballot._replace(joins=())
+        if not self.config.replaced and not self.config.handover:
+            return ballot._replace(joins=())
+        if self.is_chosen(nodes, ballot):
+            joins = tuple([Join(join.node, join.life, 0, 0, 0, 0, 0) for join in ballot.joins])
+            ballot = ballot._replace(plain=self.everybody, back=0, alone=1, cast=1)
+        else:
+            joins = tuple([join._replace(accepted=0, value=0, taken=0) for join in ballot.joins])
+        return ballot._replace(joins=joins, hands=self.open_hands(nodes, ballot))
+
+    def open_hands(self, nodes: tuple[Node, ...], ballot: Ballot) -> tuple[Join, ...]:
+        """Return the votes that the owner of a ballot may still take over."""
+        if not ballot.hands or ballot.owner is None or not self.config.handed_in_ballot:
+            return ballot.hands
+        owner = nodes[ballot.owner[0]]
+        if owner.handed or not self.leads(nodes, ballot):
+            return ()
+        return tuple([join for join in ballot.hands if not owner.held >> join.node & 1])
+
+    def possible_votes(self, nodes: tuple[Node, ...], ballot: Ballot) -> Bits:
+        """Return the members whose votes a ballot has, or may get, now that its owner does not lead it."""
+        generation = self.worlds[ballot.world].generation
+        votes = ballot.plain | ballot.back
+        for i, node in enumerate(nodes):
+            may_accept = (
+                node.promised <= ballot.number or self.worlds[node.world].generation != generation
+            ) and self.is_acceptor(ballot.world, i, node.life)
+            if may_accept or ballot.back >> i & 1:
+                votes |= 1 << i | node.held
+        if self.config.handover:  # a vote on its way to one of these
+            for _ in nodes:
+                given = [i for i, node in enumerate(nodes) if node.handed and votes >> node.handed - 1 & 1]
+                votes |= sum({1 << i for i in given})
+                for i in given:
+                    votes |= nodes[i].held
+        return votes
 
     def violation(self, state: State) -> str:
         """Return the invariant that a state breaks, or ''."""

@@ -13,10 +13,10 @@ from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import PeerTable
 from elastic_resume.rendezvous.core.quorum import (
     CastVotes,
-    are_others_replaced,
     breaks_tie,
     find_counted,
     find_proposal_to_repeat,
+    find_replacing_quorum,
 )
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
@@ -153,7 +153,10 @@ class Decision:
             is_enough = surplus > 0 or (
                 surplus == 0 and breaks_tie(state.view, state.incarnation, counted, is_free_of_heir=is_free)
             )
-            is_enough = is_enough or are_others_replaced(electorate, counted, list_replaced_nodes())
+            if not is_enough:
+                cast = {key: self.cast[key] for key in keys if key in self.cast}
+                replacing = find_replacing_quorum(electorate, cast, list_replaced_nodes())
+                counted, is_enough = replacing or counted, replacing is not None
         return {key: vote for key, (_, vote) in counted.items()} if is_enough else None
 
     def find_proposal_to_repeat(self, votes: Mapping[str, Vote]) -> Proposal | None:

@@ -121,6 +121,8 @@ class RendezvousNode:
     # Events of this node's agent, before the role handles them.
 
     def _handle_join_request(self, event: messages.JoinRequest) -> None:
+        if self.state.leaving:
+            return  # the agent was about to join when it was asked to leave
         self.state.stop_workers(WorkersStopped(self.state.incarnation.node))
         self.state.join, self.state.join_since = event.join, self.state.now
         self.state.script = event.join.script

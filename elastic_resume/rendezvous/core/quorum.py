@@ -61,16 +61,20 @@ class Electorate:
         return surplus > 0 or (surplus == 0 and leader is not None and leader.disk_id in voters)
 
 
-def find_counted(cast: CastVotes) -> dict[str, tuple[Incarnation, Vote]]:
+def find_counted(cast: CastVotes, lost_disks: AbstractSet[str] = frozenset()) -> CastVotes:
     """Return the votes that count: a vote that was handed over counts with its holder's.
 
     The vote of a node that has handed it over is its own again where the holder votes without it: then the
-    holder has promised a later ballot, and takes it over no more.
+    holder has promised a later ballot, and takes it over no more. So it is for rule 7 if the holder's disk is
+    among `lost_disks`, and no other voter has got it from there.
     """
+    held = {key for _, vote in cast.values() for key in vote.held}
     counted = {
         key: (voter, vote)
         for key, (voter, vote) in cast.items()
-        if not vote.handed_to or (vote.handed_to in cast and key not in cast[vote.handed_to][1].held)
+        if not vote.handed_to
+        or (vote.handed_to in cast and key not in cast[vote.handed_to][1].held)
+        or (vote.handed_to in lost_disks - cast.keys() and key not in held)
     }
     return {key: entry for entry in counted.values() for key in entry[1].held} | counted
 
@@ -102,19 +106,26 @@ def breaks_tie(view: View, proposer: Incarnation, counted: CastVotes, *, is_free
     return counted[leader.disk_id][0] == leader and (proposer != leader or is_free_of_heir)
 
 
-def are_others_replaced(electorate: Electorate, counted: CastVotes, replaced_nodes: AbstractSet[str]) -> bool:
-    """Return whether each member's vote counts, or its node is back with an empty disk (rule 7).
+def find_replacing_quorum(
+    electorate: Electorate, cast: CastVotes, replaced_nodes: AbstractSet[str]
+) -> CastVotes | None:
+    """Return the votes that count if all other members are back with empty disks; None if not (rule 7).
 
-    Then these votes are a quorum, however few they are.
+    Then these votes are a quorum, however few they are. A vote that was handed to a lost disk is its giver's
+    again: all members are here or lost, so no other disk holds it.
     """
-    view, keys = electorate.view, set(counted)
+    view = electorate.view
+    lost_disks = {member.disk_id for member in view.members if member.node in replaced_nodes}
+    counted = find_counted(cast, lost_disks)
+    keys = set(counted)
     if view.heir and view.heir.disk_id in counted and counted[view.heir.disk_id][1].has_taken and view.leader:
         keys.add(view.leader.disk_id)
-    return (
+    is_enough = (
         bool(counted and replaced_nodes)
         and all(member.disk_id in keys or member.node in replaced_nodes for member in view.members)
         and electorate.compare_with_half(len(counted) + len(replaced_nodes)) >= 0
     )
+    return counted if is_enough else None
 
 
 def find_proposal_to_repeat(

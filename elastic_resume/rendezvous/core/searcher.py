@@ -128,7 +128,7 @@ class Searcher(Role):
     def _handle_announcement(self, _: Link, message: messages.LeaderAnnouncement) -> None:
         """Call the leader that announced itself, if this process has counted its boot on disk."""
         if self.state.voter.durable_version and not self.state.voter.is_disk_stalled:
-            self._call(message.leader.address)
+            self._call_again(message.leader.address)  # it may have led nobody when it was called before
 
     def _handle_redirect(self, link: Link, message: messages.Redirect) -> None:
         address = message.address
@@ -141,7 +141,7 @@ class Searcher(Role):
             self.pending_calls.setdefault(link.conn_id, self.state.now)
             return
         self._drop_call(link)
-        if any(self.state.links[conn_id].address == address for conn_id in self.pending_calls):
+        if self._is_calling(address):
             return  # the second of two calls to one leader would replace the first
         self.redirected_by[address] = link.address
         if address in self.called_addresses:
@@ -173,6 +173,16 @@ class Searcher(Role):
         if address and address not in self.called_addresses:
             self.called_addresses.add(address)
             self.pending_calls[self.state.dial(address).conn_id] = self.state.now
+
+    def _call_again(self, address: str) -> None:
+        """Call an address, also one that was called in this round, unless its answer is awaited."""
+        if address != self.state.incarnation.address and not self._is_calling(address):
+            self.called_addresses.discard(address)
+            self.failed_addresses.discard(address)
+            self._call(address)
+
+    def _is_calling(self, address: str) -> bool:
+        return any(self.state.links[conn_id].address == address for conn_id in self.pending_calls)
 
     def _drop_call(self, link: Link) -> None:
         self.pending_calls.pop(link.conn_id, None)
@@ -225,10 +235,7 @@ class Searcher(Role):
             return
         for address in [address for address, at in self.retry_at.items() if at <= state.now]:
             del self.retry_at[address]
-            if not any(state.links[conn_id].address == address for conn_id in self.pending_calls):
-                self.called_addresses.discard(address)
-                self.failed_addresses.discard(address)
-                self._call(address)
+            self._call_again(address)
         if state.now >= self.next_call_at:
             self._call_next()
 

@@ -19,6 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="F", help="the first seed (%(default)s)")
     parser.add_argument("--seed", type=int, metavar="S", help="play this seed only, with a trace")
     parser.add_argument(
+        "--wide", action="store_true", help="draw leavers, full stops, second runs and conditions of clusters"
+    )
+    parser.add_argument(
         "--jobs", type=_parse_count, metavar="J", help="processes (default: one for each core)"
     )
     parser.add_argument(
@@ -31,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.seed is not None:
-        return batch.run_one(args.seed, args.mutation)
-    return batch.run_many(range(args.first, args.first + args.seeds), args.mutation, args.jobs)
+        return batch.run_one(args.seed, args.mutation, is_wide=args.wide)
+    seeds = range(args.first, args.first + args.seeds)
+    return batch.run_many(seeds, args.mutation, args.jobs, is_wide=args.wide)
 
 
 def _parse_count(text: str) -> int:

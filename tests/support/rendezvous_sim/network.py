@@ -28,6 +28,15 @@ RETRANSMIT_S = 0.4
 """When a lost first packet, or its answer, is sent again."""
 
 
+LOSS_RETRANSMIT_S = 0.2
+"""When a lost packet is sent again; each further loss of it doubles the time."""
+
+
+def get_host_name(address: str) -> str:
+    """Return the host's name from the address of an agent: `name`, or `name@port`."""
+    return address.partition("@")[0]
+
+
 class LivelockError(RuntimeError):
     """The agents keep each other busy without end."""
 
@@ -78,6 +87,10 @@ class Host:
     """What the network needs of a node."""
 
     name: str
+    address: str
+    """Where its newest process listens."""
+    ip_address = ""
+    """Empty: it is called by its name alone."""
     incarnation_id: int
     has_process: bool
     has_power: bool
@@ -108,22 +121,33 @@ class Network:
         """The longest delay of packets to and from slow nodes, by name."""
         self.path_limits: dict[str, int] = {}
         """The largest message in bytes that reaches a node, if not all do."""
+        self.loss = 0.0
+        """The share of packets that are lost."""
         self.ends: list[ConnectionEnd] = []
 
     def draw_delay(self, source: str, target: str) -> float:
         """Draw the time that a packet takes."""
         slow = self.slow_delay_s
         longest = max(slow.get(source, MAX_DELAY_S), slow.get(target, MAX_DELAY_S)) if slow else MAX_DELAY_S
-        return self.rng.random() * longest
+        delay_s, retransmit_s = self.rng.random() * longest, LOSS_RETRANSMIT_S
+        while self.loss and self.rng.random() < self.loss and retransmit_s < 3:
+            delay_s, retransmit_s = delay_s + retransmit_s, 2 * retransmit_s
+        return delay_s
 
-    def dial(self, end: ConnectionEnd, address: str) -> None:
+    def dial(self, end: ConnectionEnd, address: str, ip_address: str = "") -> None:
         """Send the first packet of a connection."""
-        self.clock.call_at(
-            self.clock.now + self.draw_delay(end.host, address), self._deliver_dial, end, address
-        )
+        delay_s = self.draw_delay(end.host, get_host_name(address))
+        self.clock.call_at(self.clock.now + delay_s, self._deliver_dial, end, address, ip_address)
 
-    def _deliver_dial(self, end: ConnectionEnd, address: str) -> None:
-        host = self.hosts.get(address)
+    def _find_host(self, address: str, ip_address: str) -> Host | None:
+        """Return the host that a call reaches; an IP address may be that of another machine by now."""
+        host = self.hosts.get(get_host_name(address))
+        if not ip_address or host is None or not host.ip_address:
+            return host
+        return next((other for other in self.hosts.values() if other.ip_address == ip_address), None)
+
+    def _deliver_dial(self, end: ConnectionEnd, address: str, ip_address: str) -> None:
+        host = self._find_host(address, ip_address)
         if host is None:
             return
         back_at = self.clock.now + self.draw_delay(host.name, end.host)
@@ -132,8 +156,8 @@ class Network:
         if self._is_blocked(end.host, host.name):
             if self.rejects_dials:
                 self.clock.call_at(back_at, self._deliver, end, end.host, "refused", None)
-        elif host.has_power and not host.has_process:
-            self.clock.call_at(back_at, self._deliver, end, host.name, "refused", None)
+        elif host.has_power and not (host.has_process and host.address == address):
+            self.clock.call_at(back_at, self._deliver, end, host.name, "refused", host.ip_address)
         elif host.has_power:
             other = ConnectionEnd(host.name, host.incarnation_id, 0, peer=end)
             end.peer = other

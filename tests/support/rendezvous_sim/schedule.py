@@ -47,8 +47,21 @@ RESTARTS = "restarts"
 """Some nodes are gone, and all others start again at once, in the first run of the job or in a second one."""
 WRONG_SETUPS = "wrong setups"
 """A node has another list of candidates, or the name of a node that still runs behind a cut."""
+LEAVERS = "leavers"
+"""Several nodes leave in order at once and stay away; others of new names may replace them."""
+FULL_STOPS = "full stops"
+"""All nodes stop at once, and the smallest majority comes back."""
+SECOND_RUNS = "second runs"
+"""All nodes start again with other settings, some of them later than others."""
+FOREIGN = "foreign directories"
+"""A node comes with the directory of another job that has the same run id."""
+MANY_NODES = "many nodes"
+"""More nodes than a leader answers at once, with any fault."""
 REJECTING_FIREWALL = "rejecting firewall"
 """Partitions in which every connection is reset and every call refused, as if all nodes there were dead."""
+
+MAX_STOP_S = (0.02, 0.02, 0.02, 2.0)
+"""The longest time that the workers of a node may take to end; one of these for each node."""
 
 FORGOTTEN = frozenset({ONE_VIEW_PER_GENERATION, ONE_DECISION, MONOTONIC_GENERATION, SAME_FAILURES})
 WAIVED_INVARIANTS = {
@@ -78,6 +91,8 @@ class NodeSpec:
     """Its own list of candidates, by mistake; empty: as all others."""
     same_name_as: str = ""
     """The node whose name it has too. That node is down in the end."""
+    is_foreign: bool = False
+    """Its directory is of another job with the same run id. It is down in the end."""
 
     def __str__(self) -> str:
         """Describe the node in one line."""
@@ -86,6 +101,7 @@ class NodeSpec:
         words += [f"prepares for {self.preparation_s:.1f} s"] if self.preparation_s else []
         words += [f"candidates {' '.join(self.candidates)}"] if self.candidates else []
         words += [f"named {self.same_name_as}"] if self.same_name_as else []
+        words += ["with the directory of another job"] if self.is_foreign else []
         return ", ".join(words)
 
 
@@ -99,6 +115,15 @@ class JobSpec:
     """How long an agent answers after the end of the job, or after it has left."""
     finishes_at_end: bool = False
     """All workers finish at the end."""
+    max_stop_s: tuple[float, ...] = MAX_STOP_S
+    loss: float = 0.0
+    """The share of packets that are lost."""
+    has_new_addresses: bool = False
+    """A process that is no candidate listens at a new port, and some machines start with a new IP address."""
+    stays_away: tuple[str, ...] = ()
+    """Nodes that do not come back at the end."""
+    must_continue: bool = False
+    """The others must form a view at the end, whatever the core's own rule says: see worlds.md."""
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -116,6 +141,14 @@ class JobSpec:
             words.append(f"join timeout {s.join_timeout_s:g} s")
         if self.finishes_at_end:
             words.append("finishes at the end")
+        if s.node_timeout_s != RendezvousSettings(()).node_timeout_s:
+            words.append(f"node timeout {s.node_timeout_s:g} s")
+        if self.max_stop_s != MAX_STOP_S:
+            words.append(f"workers stop within {max(self.max_stop_s):g} s")
+        words += [f"{100 * self.loss:g} % of packets lost"] if self.loss else []
+        words += ["new addresses"] if self.has_new_addresses else []
+        words += [f"without {' '.join(self.stays_away)} at the end"] if self.stays_away else []
+        words += ["the others must continue"] if self.must_continue else []
         return "\n".join([", ".join(words), *(f"    {node}" for node in self.nodes)])
 
 
@@ -160,7 +193,7 @@ class Fault:
     - of nodes: `kill`, `power` (dies without closing connections), `wipe` (dies and loses its disk), `pause`
       (the agent), `suspend` (the machine), `stop-clock` (the machine and its clock), `leave`;
       `crash-before-send` (of its next view change message) and `written` (crashes when its next write is on
-      disk). All restart after `duration_s`.
+      disk). All restart after `duration_s`. `reconfigure` sets what `settings` says for their next processes.
     - of disks: `disk` (slow), `stuck` (no write completes).
     - of workers: `worker` (one fails), `finish`, `fail` (the node fails the job for all).
     - of the network: `slow` (each way takes up to 0.6 s), `slowish` (0.3 s), `reset` (the connections between
@@ -175,11 +208,13 @@ class Fault:
     kind: str
     nodes: tuple[str, ...]
     duration_s: float = 0.0
+    settings: RendezvousSettings | None = None
 
     def __str__(self) -> str:
         """Return one line of a schedule."""
         nodes = " ".join(self.nodes) or "no node"
-        return f"{self.trigger!s:>28}  {self.kind} {nodes} for {self.duration_s:.2f} s"
+        line = f"{self.trigger!s:>28}  {self.kind} {nodes} for {self.duration_s:.2f} s"
+        return f"{line} to {self.settings}" if self.settings else line
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,15 @@ from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.world import Incarnation, Proposal
+from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
 from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, InvariantChecker
-from tests.support.rendezvous_sim.network import MAX_STEPS_PER_NODE, ConnectionEnd, Host, Network
+from tests.support.rendezvous_sim.network import (
+    MAX_STEPS_PER_NODE,
+    ConnectionEnd,
+    Host,
+    Network,
+    get_host_name,
+)
 
 RESTART_DELAY_S = 1.0
 """When an agent that gave up is started again."""
@@ -34,12 +40,14 @@ class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
     has_failed_job = False
+    has_new_addresses = False
+    """Each process of it listens elsewhere than the one before."""
 
     def __init__(
         self, name: str, settings: interface.RendezvousSettings, net: Network, checkers: InvariantChecker
     ) -> None:
-        self.name = self.node_name = name
-        """Its address, and the name that its agent says. By mistake two machines may have the same."""
+        self.name = self.node_name = self.address = name
+        """Its host name, and the name that its agent says. By mistake two machines may have the same."""
         self.settings = settings
         self.net = net
         self.clock = net.clock
@@ -116,12 +124,32 @@ class SimulatedNode(Host):
         disk_id, boot = (
             (former.disk_id, former.boot + 1) if former else (f"{self.name}{self.incarnation_id}", 1)
         )
-        incarnation = Incarnation(self.node_name, disk_id, boot, self.name, index)
+        if self.has_new_addresses:
+            self.draw_addresses(is_candidate=index is not None)
+        incarnation = Incarnation(self.node_name, disk_id, boot, self.address, index)
         self.agent = RendezvousNode(self.settings, incarnation, self.saved_state, self.local_time())
         self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
         self._handle_event(interface.Tick())
         self._prepare_for_a_while()
         self._join_soon(0.3)
+
+    def draw_addresses(self, *, is_candidate: bool) -> None:
+        """Listen at a new port, unless this is a candidate; some machines start with another IP address."""
+        self.address = self.name if is_candidate else f"{self.name}@{self.incarnation_id}"
+        self.ip_address = self.ip_address or f"ip of {self.name}"
+        if self.rng.random() < 0.3:
+            other = self.net.hosts[self.rng.choice(sorted(self.net.hosts))]
+            if not other.has_process and other.ip_address and self.rng.random() < 0.5:
+                self.ip_address, other.ip_address = other.ip_address, self.ip_address
+            else:
+                self.ip_address = f"ip {self.incarnation_id} of {self.name}"
+
+    def adopt_foreign_directory(self) -> None:
+        """Have on disk what another job of the same run id has left."""
+        own = Incarnation(self.node_name, f"{self.name} elsewhere", 1, self.name)
+        view = View(self.rng.choice((1, 7)), (own,), own, "another job")
+        promised = Ballot(self.rng.choice((1, 50)), own.disk_id, 1)
+        self.saved_state = interface.PersistentState(own, view, promised, None, view.generation)
 
     @property
     def running(self) -> bool:
@@ -144,7 +172,12 @@ class SimulatedNode(Host):
             return set()
         state = self.agent.state
         members = {member.address for member in state.view.members if member not in state.voter.ended}
-        return members | set(self.settings.candidates)
+        hosts = {get_host_name(address): address for address in members | set(self.settings.candidates)}
+        return {name for name, address in hosts.items() if self._listens_at(name, address)}
+
+    def _listens_at(self, name: str, address: str) -> bool:
+        host = self.net.hosts.get(name)
+        return host is not None and host.address == address
 
     def __str__(self) -> str:
         """Describe the node's role and view, for a violation's text."""
@@ -269,7 +302,7 @@ class SimulatedNode(Host):
             lost = [
                 member.node
                 for member in view.members
-                if member.address in cuts - {self.name} and self._connects_to(member.node)
+                if get_host_name(member.address) in cuts - {self.name} and self._connects_to(member.node)
             ]
             if lost:
                 # As the real probe, it continues to dial those that views left out before.
@@ -365,7 +398,10 @@ class SimulatedNode(Host):
         self._last_accepted_id -= 1
         end.conn = self._last_accepted_id
         self.ends[end.conn] = end
-        self._handle_event(interface.PeerConnected(end.conn))
+        self._handle_event(interface.PeerConnected(end.conn, self._get_peer_ip(end)))
+
+    def _get_peer_ip(self, end: ConnectionEnd) -> str:
+        return self.net.hosts[end.peer.host].ip_address if end.peer else ""
 
     def on_network_event(self, end: ConnectionEnd, kind: str, payload: Any) -> None:
         """Turn a network event into an event of the process that owns that end."""
@@ -374,10 +410,12 @@ class SimulatedNode(Host):
         if kind == "message":
             self._handle_event(interface.MessageReceived(end.conn, *payload))
         elif kind == "connected":
-            self._handle_event(interface.PeerConnected(end.conn))
+            self._handle_event(interface.PeerConnected(end.conn, self._get_peer_ip(end)))
         else:
             end.is_open = False
-            self._handle_event(interface.PeerDisconnected(end.conn, refused=kind == "refused"))
+            refusing = frozenset([payload] if kind == "refused" and payload else [])
+            event = interface.PeerDisconnected(end.conn, refused=kind == "refused", refusing_ips=refusing)
+            self._handle_event(event)
 
     # The core.
 
@@ -425,7 +463,7 @@ class SimulatedNode(Host):
     def _check_false_deaths(self) -> None:
         known = self.agent.state.voter.ended if self.agent else set()
         for member in known - self._known_ended:
-            node = self.net.hosts.get(member.address)
+            node = self.net.hosts.get(get_host_name(member.address))
             agent = node.agent if isinstance(node, SimulatedNode) else None
             if agent and agent.state.incarnation == member and not agent.end_reason:
                 text = f"{self.name} counts {member.node}{member.boot} as ended, which is alive"
@@ -445,7 +483,7 @@ class SimulatedNode(Host):
         elif isinstance(effect, interface.Connect):
             end = ConnectionEnd(self.name, self.incarnation_id, effect.conn_id)
             self.ends[effect.conn_id] = end
-            self.net.dial(end, effect.address)
+            self.net.dial(end, effect.address, effect.ip_address)
         elif isinstance(effect, interface.Disconnect):
             if effect.conn_id in self.ends:
                 self.net.close(self.ends.pop(effect.conn_id))

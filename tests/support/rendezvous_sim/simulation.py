@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import combinations, permutations
 
+from elastic_resume.rendezvous.core.interface import RendezvousSettings
 from elastic_resume.rendezvous.core.messages import Header, Heartbeat
-from elastic_resume.rendezvous.core.quorum import Electorate, are_others_replaced, breaks_tie, find_counted
+from elastic_resume.rendezvous.core.quorum import Electorate, breaks_tie, find_counted, find_replacing_quorum
 from elastic_resume.rendezvous.core.world import Incarnation, View
 from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
@@ -30,6 +31,7 @@ from tests.support.rendezvous_sim.network import (
     Clock,
     LivelockError,
     Network,
+    get_host_name,
 )
 from tests.support.rendezvous_sim.random_schedules import draw_schedule
 from tests.support.rendezvous_sim.schedule import LEADER, OTHER_LEADER, PARTITION_KINDS, Fault, Schedule
@@ -47,8 +49,6 @@ TRIGGER_WAIT_S = 15.0
 """How long to wait, after the last timed fault, for faults whose trigger may never occur."""
 SLOW_DELAY_S = {"slow": 0.6, "slowish": 0.3}
 """The longest time that a packet takes to or from a slow node."""
-MAX_STOP_S = (0.02, 0.02, 0.02, 2.0)
-"""The longest time that the workers of a node may take to end."""
 POLL_INTERVAL_S = 0.5
 MAX_SHOWN = 4
 """Violations shown of one schedule; later ones follow from the first."""
@@ -85,6 +85,7 @@ class Simulation:
         self.clock = Clock()
         self.checkers = InvariantChecker(schedule.waived)
         self.net = Network(self.clock, self.rng)
+        self.net.loss = schedule.job.loss
         job = schedule.job
         self.settings = job.settings
         self.nodes = {
@@ -97,7 +98,11 @@ class Simulation:
             node.order, node.preparation_s = spec.order, spec.preparation_s
             node.clock_origin_s, node.clock_rate = spec.clock_origin_s, spec.clock_rate
             node.linger_s = job.linger_s
-            node.max_stop_s = self.rng.choice(MAX_STOP_S)
+            node.max_stop_s = self.rng.choice(job.max_stop_s)
+            node.has_new_addresses = job.has_new_addresses
+            if spec.is_foreign:
+                node.checkers = InvariantChecker()  # while it reaches no other node, it continues its own job
+                node.adopt_foreign_directory()
             node.on_event = self._on_event
         self.event_counts: Counter[str] = Counter()
         self.faults_by_event: dict[tuple[str, int], list[int]] = {}
@@ -189,14 +194,15 @@ class Simulation:
                 self.net.reset_connections(*names, both=fault.kind == "reset")
         else:
             for name in self._resolve_names(fault.nodes):
-                self._inject_node_fault(self.nodes[name], fault.kind, fault.duration_s)
+                self._inject_node_fault(self.nodes[name], fault.kind, fault.duration_s, fault.settings)
         if number + 1 < len(faults) and faults[number + 1].trigger.after_previous:
             self._arm(number + 1)
 
     def _resolve_names(self, nodes: Iterable[str]) -> list[str]:
         """Replace ranks in the newest view, and leaders, by node names."""
         views = self.checkers.views
-        members = [member.address for member in views[max(views)]] if views else list(self.nodes)
+        newest = views[max(views)] if views else ()
+        members = [get_host_name(member.address) for member in newest] or list(self.nodes)
         outside = [node.name for node in self.nodes.values() if node.has_process and node.name not in members]
         leaders = [node.name for node in self.nodes.values() if node.is_leader]
         leaders.sort(key=lambda name: not self.nodes[name].running)
@@ -232,9 +238,13 @@ class Simulation:
         self.blocked_by_fault[number] = links
         self.net.set_blocked_links(self.net.lasting_cuts.union(*self.blocked_by_fault.values()))
 
-    def _inject_node_fault(self, node: SimulatedNode, kind: str, duration_s: float) -> None:
+    def _inject_node_fault(
+        self, node: SimulatedNode, kind: str, duration_s: float, settings: RendezvousSettings | None
+    ) -> None:
         back_at = self.clock.now + duration_s
-        if kind in ("kill", "power", "wipe"):
+        if kind == "reconfigure":
+            node.settings = settings or node.settings
+        elif kind in ("kill", "power", "wipe"):
             {"kill": node.die, "power": node.lose_power, "wipe": node.wipe}[kind]()
             self.clock.call_at(back_at, node.boot)
         elif kind in ("crash-before-send", "written"):
@@ -270,7 +280,8 @@ class Simulation:
     def _heal_and_check(self) -> None:
         rng, names = self.rng, set(self.nodes)
         self.healed = True
-        is_whole = bool(self.net.lasting_cuts) or rng.random() < 0.6
+        job = self.schedule.job
+        is_whole = bool(self.net.lasting_cuts) or job.must_continue or rng.random() < 0.6
         ours = names if is_whole else set(rng.sample(sorted(names), rng.randint(1, len(names) - 1)))
         views_before = len(self.checkers.learned)
         self.net.slow_delay_s.clear()
@@ -291,7 +302,10 @@ class Simulation:
                 node.settings = self.settings
             if spec.same_name_as:
                 self.nodes[spec.same_name_as].retire()
-            if spec.start_s < float("inf") and (ours == names or rng.random() < 0.5):
+            if spec.is_foreign:
+                node.retire()
+            is_back = spec.start_s < float("inf") and spec.name not in job.stays_away
+            if is_back and (ours == names or rng.random() < 0.5):
                 node.boot()
         self.clock.run_until(self.clock.now + 1)
         parts = [part for part in (ours, names - ours) if part]
@@ -352,7 +366,10 @@ class Simulation:
     @property
     def view_bound_s(self) -> float:
         """How long it may take to form a view after the last fault."""
-        return PARTIAL_VIEW_BOUND_S if self.net.lasting_cuts else VIEW_BOUND_S
+        bound_s = PARTIAL_VIEW_BOUND_S if self.net.lasting_cuts else VIEW_BOUND_S
+        factor = max(1.0, self.settings.node_timeout_s / RendezvousSettings(()).node_timeout_s)
+        factor *= 2 if self.net.loss else 1
+        return bound_s * factor + 2 * max(self.schedule.job.max_stop_s)
 
     def _list_cliques(self) -> list[set[str]]:
         """Return the sets of nodes that are all connected with each other, the largest first."""
@@ -362,6 +379,8 @@ class Simulation:
 
     def _must_form_view(self, part: set[str]) -> bool:
         """Return whether all nodes are present in a part, or a quorum by what they know."""
+        if self.schedule.job.must_continue:
+            return True
         if any(node.has_ended for node in self.nodes.values()):
             return False  # ended nodes are dead, which the others may not know
         agents = [node.agent for node in self._list_connected(part) if node.agent]
@@ -385,7 +404,7 @@ class Simulation:
         replaced = {node.node for node in present if disks.get(node.node, node.disk_id) != node.disk_id}
         nobody = Incarnation("", "")
         is_broken = surplus == 0 and breaks_tie(newest, nobody, counted, is_free_of_heir=True)
-        return is_broken or are_others_replaced(electorate, counted, replaced)
+        return is_broken or find_replacing_quorum(electorate, cast, replaced) is not None
 
     def _describe_shortfall(self, part: set[str]) -> str:
         """Describe what is missing for the required view; empty if nothing is."""
@@ -395,7 +414,10 @@ class Simulation:
         ):
             return ""  # `_finish_job` checks that
         if self.net.lasting_cuts:
-            whole = [[member.address for member in view[1]] for view in self.checkers.find_whole_views()]
+            whole = [
+                [get_host_name(member.address) for member in view[1]]
+                for view in self.checkers.find_whole_views()
+            ]
             is_connected = any(not self.net.lasting_cuts & set(permutations(view, 2)) for view in whole)
             return "" if is_connected else f"no connected view: {', '.join(map(str, alive))}"
         live = [self.checkers.running[node.name] for node in alive if node.name in self.checkers.running]

@@ -31,8 +31,10 @@ from tests.support.rendezvous_sim.mutations import MUTATIONS, apply_mutation
 from tests.support.rendezvous_sim.random_schedules import FAMILY_WEIGHTS, draw_schedule
 from tests.support.rendezvous_sim.schedule import Fault, JobSpec, NodeSpec, Schedule, Trigger
 from tests.support.rendezvous_sim.simulation import Result, run_schedule, run_seed
+from tests.support.rendezvous_sim.wide_schedules import FAMILY_WEIGHTS as WIDE_FAMILY_WEIGHTS
+from tests.support.rendezvous_sim.wide_schedules import draw_wide_schedule
 
-SEEDS = 200
+SEEDS = 140
 """Schedules that are played here; `make nightly` plays 100,000 others."""
 FULL = 32
 """Below this seed, crowds of hundreds of nodes are played too: one costs as much as thirty others."""
@@ -43,6 +45,38 @@ def test_schedules_violate_no_invariant() -> None:
     played = [seed for seed in range(SEEDS) if seed < FULL or draw_schedule(seed).family != kinds.CROWDS]
     failed = [str(result) for result in run_chunk(played) if result.violations]
     assert not failed, "\n\n".join(failed[:3])
+
+
+def test_schedules_of_real_clusters_violate_no_invariant() -> None:
+    """Nodes leave, all stop, run again with other settings, in real conditions; `--wide` plays these."""
+    played = [seed for seed in range(60) if draw_wide_schedule(seed).family != kinds.MANY_NODES]
+    failed = [str(result) for result in run_chunk(played, is_wide=True) if result.violations]
+    assert not failed, "\n\n".join(failed[:3])
+
+
+def test_node_that_joins_after_it_was_asked_to_leave_is_in_no_view() -> None:
+    """Its agent was about to join. The others' view is without it, so that they do not need its vote."""
+    nodes = tuple(NodeSpec(name) for name in "abcdef")
+    settings = RendezvousSettings(tuple("abcdef"), max_nodes=6, heartbeats_per_timeout=4)
+    job = JobSpec(nodes, settings, stays_away=tuple("abcdf"), must_continue=True)
+    faults = tuple(
+        Fault(Trigger(7.0 + 0.02 * place), "leave", (name,), 1e9) for place, name in enumerate("adfbc")
+    )
+    for seed in range(12):
+        result = run_schedule(Schedule(seed, kinds.LEAVERS, job, faults))
+        assert not result.violations, result
+
+
+def test_node_that_leaves_hands_its_vote_over_whatever_the_node_timeout_is() -> None:
+    """It calls its successor before that leads, and again when it has announced itself."""
+    nodes = NodeSpec("a"), NodeSpec("b", order=1)
+    settings = RendezvousSettings(("a", "b"), max_nodes=2, node_timeout_s=10.0, is_strict=True)
+    job = JobSpec(nodes, settings, stays_away=("a",), must_continue=True)
+    for seed in range(12):
+        result = run_schedule(
+            Schedule(seed, kinds.LEAVERS, job, (Fault(Trigger(7.0), "leave", ("a",), 1e9),))
+        )
+        assert not result.violations, result
 
 
 SPLIT_VIEWS = {ONE_WHOLE_VIEW, ONE_VIEW_PER_GENERATION, ONE_DECISION, NO_STEP_AFTER_SUCCESSOR}
@@ -160,6 +194,9 @@ def test_parallel_run_gives_the_result_of_one_process() -> None:
 def test_300_seeds_draw_every_family() -> None:
     """The weights leave none out."""
     assert {draw_schedule(seed).family for seed in range(300)} == set(FAMILY_WEIGHTS)
+    assert {draw_wide_schedule(seed).family for seed in range(300)} >= set(WIDE_FAMILY_WEIGHTS) - {
+        kinds.ANY_FAULT
+    }
 
 
 def test_schedule_written_by_hand_is_played() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.worlds_model import Config, Model, explore, show
+from tests.support.worlds_model import Config, Model, State, explore, show
 
 TWO_NODES = Config(nodes=2, crashes=2)
 FOUR_NODES = Config(nodes=4, owners=("H", "*"), end=False)
@@ -14,6 +14,9 @@ HANDOVER = Config(nodes=3, strict=True, handover=True, crashes=0, end=False)
 STRICT = Config(nodes=2, crashes=0, strict=True)
 TWO_SLOTS = Config(nodes=2, newcomers=1, slots=2, ballots=(2, 1))
 EMPTY_DISK = Config(nodes=2, lost=1, ballots=(2, 2), end=False)
+HANDED_TO_LOST = Config(
+    nodes=2, lost=1, ballots=(2,), end=False, replaced=True, known_losses=True, handover=True
+)
 FIRST_WORLD = Config(nodes=3, first=True, strict=True, lost=1, ballots=(2, 1), end=False)
 
 
@@ -68,6 +71,11 @@ def test_rule_explored_completely_keeps_its_invariants(config: Config) -> None:
         Config(nodes=3, handover=True, end=False),
         Config(nodes=2, replaced=True, known_losses=True, lost=1, crashes=2),
         change(TWO_SLOTS, replaced=True, known_losses=True, lost=1, end=False, owners=("L", "H")),
+        HANDED_TO_LOST,
+        change(HANDED_TO_LOST, late_votes=True),
+        change(HANDED_TO_LOST, crashes=2),
+        change(HANDED_TO_LOST, nodes=3, owners=("H", "L")),
+        change(HANDED_TO_LOST, nodes=3, owners=("L", "H")),
     ],
 )
 def test_larger_configuration_explored_completely_keeps_its_invariants(config: Config) -> None:
@@ -130,7 +138,22 @@ HAND_ACCEPTED = """a joins ballot 1 a; c joins ballot 1 a; proposal in ballot 1 
     a accepts in ballot 1; c accepts in ballot 1; b joins ballot 2 b; c joins ballot 2 b;
     c hands its vote to b; b has got the vote of c; b joins ballot 3 b;
     proposal in ballot 3 b world 2 {value 3}; b accepts in ballot 3;"""
+LOST_HOLDER = """a joins ballot 1 b; b joins ballot 1 b; a hands its vote to b; b has got the vote of a;
+    b crashes; b restarts with an empty disk; b~1 learns; a joins ballot 2 a; b~1 joins ballot 2 a;"""
+AFTER_LOST_HOLDER = "proposal in ballot 2 a world 2; a accepts in ballot 2 a; a learns world 2 {a b~1};"
 LOST = change(EMPTY_DISK, newcomers=1, slots=2, check_i1=False)
+
+
+def play(model: Model, schedule: str) -> State:
+    """Play a schedule, and return its last state: each time the shortest step that begins so."""
+    state = model.first
+    for words in schedule.rstrip(";").split(";"):
+        wanted = " ".join(words.split())
+        steps = [(" ".join(filter(None, map(show, what))), after) for what, after in model.steps(state)]
+        found = [step for step in steps if step[0].startswith(wanted)]
+        assert found, (wanted, sorted(step[0] for step in steps))
+        state = min(found, key=lambda step: len(step[0]))[1]
+    return state
 
 
 @pytest.mark.parametrize(
@@ -150,14 +173,18 @@ LOST = change(EMPTY_DISK, newcomers=1, slots=2, check_i1=False)
     ids=["replaced", "first world", "handed_in_ballot", "own_promise", "handed_accepted"],
 )
 def test_rule_without_clause_makes_two_worlds(config: Config, schedule: str) -> None:
-    """Play a counterexample that is too deep for a search: each time the shortest step that begins so."""
+    """Play a counterexample that is too deep for a search."""
     model = Model(config)
-    state = model.first
-    for words in schedule.rstrip(";").split(";"):
-        wanted = " ".join(words.split())
-        steps = [(" ".join(filter(None, map(show, what))), after) for what, after in model.steps(state)]
-        found = [step for step in steps if step[0].startswith(wanted)]
-        assert found, (wanted, sorted(step[0] for step in steps))
-        state = min(found, key=lambda step: len(step[0]))[1]
+    state = play(model, schedule)
 
     assert model.violation(state) in {"I1: a slot is decided with two values", "I2: two worlds are whole"}
+
+
+def test_vote_handed_to_a_lost_disk_is_its_givers_again() -> None:
+    """The giver and the empty disk decide the next world; without the clause nobody ever does."""
+    model = Model(HANDED_TO_LOST)
+    assert not model.violation(play(model, LOST_HOLDER + AFTER_LOST_HOLDER))
+
+    without = Model(change(HANDED_TO_LOST, handed_back=False))
+    steps = without.steps(play(without, LOST_HOLDER))
+    assert "proposal in ballot" not in [what[0] for what, _ in steps]

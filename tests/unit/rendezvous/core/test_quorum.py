@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from elastic_resume.rendezvous.core.quorum import (
     CastVotes,
     Electorate,
-    are_others_replaced,
     breaks_tie,
     find_counted,
     find_proposal_to_repeat,
+    find_replacing_quorum,
     may_take,
     may_vote,
 )
@@ -116,11 +116,36 @@ def test_half_is_a_quorum_where_the_leaders_vote_is(
 def test_replaced_members_need_no_vote() -> None:
     """If each other member is back with an empty disk, one vote is enough; never none, nor less than half."""
     three = Electorate(View(1, (A, B, C), A), 1)
-    assert are_others_replaced(three, cast(A), {"b", "c"})
-    assert not are_others_replaced(three, cast(A), {"b"})
-    assert not are_others_replaced(three, cast(), {"a", "b", "c"})
-    assert are_others_replaced(three, cast(B, taken="b"), {"c"})
-    assert not are_others_replaced(Electorate(NO_VIEW, 1), cast(A), set())
+    assert find_replacing_quorum(three, cast(A), {"b", "c"})
+    assert not find_replacing_quorum(three, cast(A), {"b"})
+    assert not find_replacing_quorum(three, {}, {"a", "b", "c"})
+    assert find_replacing_quorum(three, cast(B, taken="b"), {"c"})
+    assert not find_replacing_quorum(Electorate(NO_VIEW, 1), cast(A), set())
+
+
+@pytest.mark.parametrize(
+    ("votes", "replaced", "expected"),
+    [
+        (cast(A2, C, handed={"a": "b"}), {"b"}, "a:a c:c"),  # b's disk is lost
+        (cast(A2, C, handed={"a": "b"}), {"c"}, ""),  # b may hold it
+        (cast(A2, handed={"a": "b"}), {"b"}, ""),  # b may have handed it on to c
+        (cast(A2, handed={"a": "b"}), {"b", "c"}, "a:a"),
+        (cast(A2, C, held={"c": "ab"}, handed={"a": "b"}), {"b"}, "a:c b:c c:c"),  # b has handed it on
+        (cast(A2, B2, held={"b": "a"}, handed={"a": "b", "b": "c"}), {"c"}, "a:b b:b"),
+    ],
+)
+def test_vote_handed_to_a_lost_disk_is_its_givers_again(
+    votes: CastVotes, replaced: set[str], expected: str
+) -> None:
+    """It is so only where all members are here or lost: then nobody else can hold it.
+
+    `expected` names the members whose votes count, and who casts them. What its newest holder has accepted is
+    what counts.
+    """
+    counted = find_replacing_quorum(Electorate(View(1, (A, B, C), A), 0), votes, replaced) or {}
+
+    found = {f"{key.removeprefix('disk of ')}:{voter.node}" for key, (voter, _) in counted.items()}
+    assert found == set(expected.split())
 
 
 def make_view(count: int, generation: int = 1) -> View:
