@@ -150,13 +150,8 @@ def resume(
         forget_agent_around_torchrun(os.environ)
         link = open_link()
         is_standby = constants.ENV_STANDBY in os.environ
-        objects = {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "scaler": scaler,
-            "ema": ema,
-        }
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        objects["ema"] = ema
         _check_track(track, {**objects, "data": data})
         _check_random_options(seed, rng)
         tensor_pool = None
