@@ -303,7 +303,7 @@ def test_worker_has_process_attributes_of_shim(warm: RunningForkServer, tmp_path
         text=True,
         check=True,
     )
-    assert done.stdout == f"[{cpu}] {0o27} {os.nice(0) + 5} (300, 300)\n"
+    assert done.stdout == f"[{cpu}] {0o27} {min(os.nice(0) + 5, 19)} (300, 300)\n"
 
 
 # ---- failures ------------------------------------------------------------------------------------------
