@@ -317,8 +317,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         if not is_resumed and not (has_started and plan.previous_world_size):
             raise ConfigError(
                 f"Lightning: fit() would load {path}, but elastic_resume restores the whole state itself. "
-                "Leave ckpt_path= out; remove hpc_ckpt_* files and OnExceptionCheckpoint. To start from "
-                "other weights, load them into the module before fit()."
+                "Leave ckpt_path= out, or move that file away; remove hpc_ckpt_* files and "
+                "OnExceptionCheckpoint. To start from its weights, load them into the module before fit()."
             )
         if self.run.rank == 0:
             state = f"the state of step {step} is restored" if is_resumed else "the job begins again"
@@ -740,9 +740,9 @@ class _CallbackStates:
 def _warn_of_attributes(found: list[tuple[Any, list[str]]]) -> None:
     for item, names in found:
         logger.warning(
-            f"WARNING: Lightning: {type(item).__name__} changes {', '.join(names[:4])} in training, outside "
-            "of its state_dict(): after a restart that starts anew. Return it from state_dict(), keep it in "
-            'a buffer of the module, or pass it in resume_options={"track": {...}}.'
+            f"WARNING: Lightning: {', '.join(f'{type(item).__name__}.{name}' for name in names[:4])} changed "
+            "in training, outside of state_dict(): after a restart it starts anew. Return it there, keep it "
+            'in a buffer of the module, or pass it in resume_options={"track": {...}}.'
         )
 
 

@@ -447,6 +447,11 @@ class ElasticTrainer(transformers.Trainer):
         trainer_start.set_position(run, loader.batch_sampler, self.state.global_step)
         if run.rank == 0:
             logger.info(f"a new job begins with the values of {path}, after step {self.state.global_step}.")
+            if self.state.global_step >= max_steps:
+                logger.warning(
+                    f"NOTHING IS LEFT TO TRAIN: that is the last of {max_steps} steps. To train anew, give "
+                    "another output_dir, or leave out resume_from_checkpoint."
+                )
 
     def _elastic_begin_loop(self) -> None:
         """Restore what the callbacks hold, now that they have begun, and write the last step's log again."""

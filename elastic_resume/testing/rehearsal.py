@@ -39,6 +39,9 @@ DEFAULT_LIMIT_S = 600.0
 POLL_S = 0.005
 MAX_INTERRUPTIONS = 3  # until one resume is within an epoch
 NODES = 2
+NOT_MADE = (
+    "no earlier snapshot was there, or one node alone had the newest: the script may be right, try again"
+)
 # Flags of the real job that say where it runs; here it runs on simulated nodes.
 DECIDED_FLAGS = {
     "nnodes", "nproc_per_node", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
@@ -96,7 +99,8 @@ def main(words: Sequence[str]) -> int:
     rehearsal = parse_command(words)
     formatting.write_stdout(
         f"rehearsing {' '.join(rehearsal.script)} on {NODES} simulated nodes with "
-        f"{formatting.format_count(rehearsal.workers_per_node, 'worker')} each\n"
+        f"{formatting.format_count(rehearsal.workers_per_node, 'worker')} each. The script writes its files "
+        "where it always does.\n"
     )
     started_at = time.monotonic()
     with contextlib.ExitStack() as cleanup:
@@ -230,7 +234,8 @@ def list_checks(every: int, workers_per_node: int) -> list[Check]:
         # With a snapshot behind the end of the epoch: the one before it is then within the epoch.
         if record.epoch_end_step > record.first_step:
             epoch_end[0] = record.epoch_end_step
-        return epoch_end[0] > 0 and record.step > (epoch_end[0] // every + 1) * every
+        snapshot_step = (epoch_end[0] // every + 1) * every
+        return epoch_end[0] > 0 and record.step > max(snapshot_step, record.first_step + every)
 
     def is_later(record: ProgressRecord) -> bool:
         return record.step > record.first_step + 2 * every
@@ -323,7 +328,7 @@ class _Runner:
         if start is None:
             return None
         if start.get("proves_step") is None:
-            return {**start, "message": "no earlier snapshot was there, or one node alone had the newest"}
+            return {**start, "message": NOT_MADE}
         generation = start["generation"]
         proof = _first(events, "proof", lambda event: event["generation"] == generation)
         if proof is not None:

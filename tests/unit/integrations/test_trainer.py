@@ -360,6 +360,17 @@ def test_new_job_goes_on_after_the_steps_of_another_checkpoint(job: Job, tmp_pat
     assert ends[0][1] == repr(whole.model.state_dict())
 
 
+def test_new_job_that_begins_with_the_last_step_says_so(
+    job: Job, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """As after `--resume never`, which leaves output_dir as it is."""
+    job.train(save_strategy="steps", save_steps=STEPS)
+    path = get_last_checkpoint(str(job.directory / "output"))
+    assert "NOTHING IS LEFT TO TRAIN" not in log.text
+    Job(tmp_path / "new").train(start=path)
+    assert f"NOTHING IS LEFT TO TRAIN: that is the last of {STEPS} steps. To train anew, give" in log.text
+
+
 @pytest.mark.parametrize(
     ("start", "text"),
     [(True, "there is no checkpoint in"), ("/nowhere", "is not the same checkpoint on")],
