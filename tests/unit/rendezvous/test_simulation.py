@@ -106,7 +106,8 @@ SEARCHED_FIRST = {
     "vote-while-running": 45,
     "nothing-bound": 40,
     "anyone-takes": 1340,
-    "late-taking": 30,
+    "late-taking": 150,
+    "restarted-vote": 150,
 }
 """Seeds shortly before the first that found a rare mutation; the search goes round all of them from there."""
 

@@ -37,7 +37,6 @@ LEADER_FIRST = change(TWO_NODES, owners=("L", "*"), end=False)
         Config(nodes=3, strict=True),
         Config(nodes=3, strict=True, crashes=3, owners=("*",), ballots=(1,)),
         Config(nodes=3, owners=("L", "H")),
-        change(FOUR_NODES, owners=("L", "H")),
         change(HANDOVER, nodes=2, crashes=1),
         Config(nodes=2, handover=True, end=False),
         change(TWO_SLOTS, owners=("LH", "H*")),
