@@ -250,7 +250,7 @@ def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
         raise ConfigError(
             f"the accelerator has gradient_accumulation_steps={steps}, but data= has one batch per step. "
             "Give GlobalBatches the samples of a whole step as global_batch=, and those of one forward pass "
-            "as micro_batch=."
+            "as micro_batch=; or give prepare() a loader with batch_size=, and it makes both."
         )
 
 

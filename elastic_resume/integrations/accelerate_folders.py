@@ -112,7 +112,8 @@ class SavedFolders(RankState):
         if not self._has_begun and self._run.plan.kind == "resumed":
             self._log_once(
                 f"accelerator.load_state({input_dir or ''}) is left out: the newer state of step "
-                f"{self._step} of this job is restored already"
+                f"{self._step} of this job is restored already. Count from run.position.step, and not "
+                "from the name of that folder"
             )
             return
         self._class.load_state(self._accelerator, input_dir, *args, **kwargs)

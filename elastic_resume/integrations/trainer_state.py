@@ -136,9 +136,13 @@ class ChangedAttributes(RankState):
                 while name in owners:
                     name, count = f"{type(callback).__name__} {count}", count + 1
                 owners[name] = callback, frozenset()
-        for name in ("compute_loss_func", "data_collator"):
+        for name in ("compute_loss_func", "compute_metrics", "data_collator"):
             if is_of_script(item := getattr(self._trainer, name, None)):
                 owners[name] = item, frozenset()
+        for name in ("train_dataset", "eval_dataset"):  # their numbers only: they also keep samples
+            if is_of_script(item := getattr(self._trainer, name, None)):
+                kept = (each for each, value in vars(item).items() if type(value) not in SCALARS)
+                owners[name] = item, frozenset(kept)
         return {**owners, **list_script_modules(unwrap(self._trainer.model))}
 
     def begin(self) -> None:

@@ -39,7 +39,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -295,6 +295,11 @@ class ElasticTrainer(transformers.Trainer):
             yield "one process has several GPUs; start one process for each GPU"
         if trial is not None:
             yield "hyperparameter search trains several models in one job"
+        if getattr(self.data_collator, "seed", None) is not None and hasattr(self.data_collator, "generator"):
+            yield (
+                f"{type(self.data_collator).__name__} has seed=, and so random numbers that no restart "
+                "restores. Leave seed= out, and it draws from those that are restored"
+            )
         if args.auto_find_batch_size:
             yield "set per_device_train_batch_size in place of auto_find_batch_size"
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -341,7 +346,9 @@ class ElasticTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's part of each global batch, with the Trainer's settings."""
-        plain = super().get_train_dataloader()
+        plain: Any = super().get_train_dataloader()
+        if not self.elastic_global_batch:  # before train(), by a script that asks for its length
+            return cast("DataLoader[Any]", plain)
         args = self.args
         batches = GlobalBatches(
             len(plain.dataset),

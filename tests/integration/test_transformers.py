@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,14 @@ def test_setting_that_cannot_work_is_refused(settings: dict[str, Any], text: str
     """Before anything is trained."""
     with pytest.raises(UsageError, match=f"ElasticTrainer cannot train here: .*{text}"):
         make_trainer(tmp_path, **settings).train()
+
+
+def test_collator_with_a_generator_of_its_own_is_refused(tmp_path: Path) -> None:
+    """Its next numbers are in no state."""
+    trainer = make_trainer(tmp_path)
+    trainer.data_collator = SimpleNamespace(seed=5, generator=None)
+    with pytest.raises(UsageError, match="SimpleNamespace has seed=, and so random numbers that no restart"):
+        trainer.train()
 
 
 def test_ranks_that_the_trainer_does_not_see_are_refused(

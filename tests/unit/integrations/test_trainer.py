@@ -394,6 +394,67 @@ def test_global_batch_is_that_of_the_first_start(job: Job, log: pytest.LogCaptur
     assert "1 ranks x 4 accumulation steps would make 8" in log.text
 
 
+class Calls:
+    """Metrics that keep a count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, _: Any) -> dict[str, float]:
+        """Count."""
+        self.count += 1
+        return {"calls": float(self.count)}
+
+
+class Levels(Samples):
+    """A dataset whose samples grow, as the script says."""
+
+    level = 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a sample of this level."""
+        sample = super().__getitem__(index)
+        return {**sample, "inputs": sample["inputs"] * (1 + self.level / 10)}
+
+
+class Curriculum(Counting):
+    """Changes its dataset in training."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.train_dataset, self.compute_metrics = Levels(), Calls()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the next samples larger."""
+        self.train_dataset.level += 1
+        return super().training_step(*args, **kwargs)
+
+
+def test_numbers_of_a_dataset_and_of_metrics_are_restored(job: Job, tmp_path: Path) -> None:
+    """They are the script's objects, and the Trainer has them."""
+    whole, _ = job.train(kind=Curriculum)
+    other = Job(tmp_path / "other")
+    other.train("on_step_end@3", kind=Curriculum)
+    again, _ = other.train(kind=Curriculum)
+    assert (again.train_dataset.level, again.compute_metrics.count) == (2 * STEPS, STEPS // 2)
+    assert (whole.train_dataset.level, whole.compute_metrics.count) == (2 * STEPS, STEPS // 2)
+    assert repr(again.model.state_dict()) == repr(whole.model.state_dict())
+    assert [each.get("eval_calls") for each in again.state.log_history] == [
+        each.get("eval_calls") for each in whole.state.log_history
+    ]
+
+
+def test_loader_before_the_training_is_the_plain_one(job: Job) -> None:
+    """A script asks for its length, to make a scheduler."""
+
+    class Asking(Counting):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            assert len(self.get_train_dataloader()) == len(Samples()) // 2
+            return super().train(*args, **kwargs)
+
+    job.train(kind=Asking)
+
+
 def test_second_start_of_a_finished_training_writes_the_same_files(job: Job) -> None:
     """Its own times are those of a start without a step."""
 
