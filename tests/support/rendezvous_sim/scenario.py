@@ -152,7 +152,7 @@ class Scenario:
             "kill-worker": node.fail_worker,
             "report-killed-worker": node.report_failure,
             "delay-join": lambda: setattr(node, "delays_join", True),
-            "join": lambda: node.request_join(node.incarnation_id),
+            "join": node.join_now,
             "abort-worker": lambda: node.fail_worker("SIGABRT"),
             "fail-job": node.fail_job,
             "pause": node.pause,

@@ -334,6 +334,11 @@ class SimulatedNode(Host):
         if self.agent and self.agent.state.last_view:
             self._handle_event(messages.UnreachablePeers(self.agent.state.last_view.generation, nodes))
 
+    def join_now(self) -> None:
+        """End the wait after a failure."""
+        self.delays_join = False
+        self.request_join(self.incarnation_id)
+
     def request_join(self, incarnation_id: int) -> None:
         """Stop the workers and request the next view, as torchelastic does."""
         if incarnation_id == self.incarnation_id and self.agent and not self.has_failed_job:
