@@ -1,13 +1,11 @@
 """Lead the job: admit followers, detect losses, end views, and settle the end of the job.
 
-`view_change` decides when a view is proposed and installed. `Admission` decides who may follow.
+`view_change` decides when a view is proposed and installed, and `admission` who may follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
 from typing import ClassVar
 
 from elastic_resume.policy.digests import DivergenceVerdict
@@ -15,11 +13,8 @@ from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.reasons import (
     DepartureReason,
     Loss,
-    NameTaken,
     NodeLost,
     NodesUnreachable,
-    OtherJob,
-    SettingDiffers,
     ViewEnd,
     ViewEndOf,
     ViewEndReason,
@@ -31,6 +26,7 @@ from elastic_resume.policy.restart import ReplicasDiffer
 from elastic_resume.policy.slow_ranks import SlowRank, find_slow_rank
 from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
+from elastic_resume.rendezvous.core.admission import Admission
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
@@ -41,88 +37,6 @@ from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""
 MAX_REPORTED_PEERS = 64
-
-
-class Admission:
-    """Decides which nodes may follow: settings must agree, and names must be unique."""
-
-    def __init__(
-        self,
-        state: NodeState,
-        peers: PeerTable,
-        remove_peer: Callable[[Peer, Loss], None],
-        has_running_view: Callable[[], bool],
-    ) -> None:
-        """`remove_peer` is called for a follower whose node is back as a new process."""
-        self.state = state
-        self.peers = peers
-        self.remove_peer = remove_peer
-        self.has_running_view = has_running_view
-
-    def check_hello(self, hello: messages.Hello) -> messages.Refused | None:
-        """Learn what the node knows; return why it may not join, or None."""
-        state, sender = self.state, hello.sender
-        mismatch = self._find_setting_mismatch(hello)
-        if mismatch:
-            return messages.Refused(SettingDiffers(*mismatch))
-        refused = hello.join and self.check_script(hello.join)
-        if refused:
-            return refused
-        if self._is_name_taken(sender):
-            return messages.Refused(NameTaken(sender.node))
-        if state.view.is_of_other_job(hello.view) and hello.view.members and not state.may_change_job():
-            others = name_nodes(hello.view.members)
-            is_running = self.has_running_view()
-            return messages.Refused(OtherJob(sender.node, hello.view.generation, others, is_running))
-        state.voter.record_generation(hello.max_generation)
-        state.voter.note_ballot(hello.promised)
-        state.adopt_view(hello.view)
-        state.voter.mark_former_ended(sender)
-        return None
-
-    def check_script(self, join: messages.JoinSpec) -> messages.Refused | None:
-        """Return a refusal if a node's script differs from this leader's; none before this leader joins."""
-        own = self.state.script
-        if not own or join.script in {"", own}:
-            return None
-        return messages.Refused(SettingDiffers("the training script", join.script, own))
-
-    def _find_setting_mismatch(self, hello: messages.Hello) -> tuple[str, str, str] | None:
-        """Return a setting that must be equal on all nodes and is not, with its values there and here."""
-        own = self.state.settings
-        theirs = hello.node_timeout_s, hello.min_nodes, hello.max_nodes, hello.candidates, hello.is_strict
-        if theirs == (own.node_timeout_s, own.min_nodes, own.max_nodes, own.candidates, own.is_strict):
-            return None
-        compared = (
-            ("--node-timeout", f"{hello.node_timeout_s:g} s", f"{own.node_timeout_s:g} s"),
-            ("--nnodes", f"{hello.min_nodes}:{hello.max_nodes}", f"{own.min_nodes}:{own.max_nodes}"),
-            *(
-                (f"host {number} of the list in --rdzv-endpoint", there, ours)
-                for number, (there, ours) in enumerate(
-                    zip_longest(hello.candidates, own.candidates, fillvalue="missing"), 1
-                )
-            ),
-            ("--rdzv-conf strict", str(hello.is_strict).lower(), str(own.is_strict).lower()),
-        )
-        return next((setting for setting in compared if setting[1] != setting[2]), None)
-
-    def _is_name_taken(self, sender: Incarnation) -> bool:
-        """Return whether a live agent has the sender's name, or a later process of its node is known."""
-        if sender.node == self.state.incarnation.node:
-            return True
-        known = self.peers.by_node.get(sender.node)
-        if known is None or known.incarnation == sender:
-            return False
-        if sender.disk_id == known.incarnation.disk_id:
-            return sender.boot < known.incarnation.boot
-        return known.disconnected_at is None
-
-    def remove_former(self, sender: Incarnation) -> None:
-        """Remove the former process of a node that has replied as a new one; a hello may be an old one."""
-        former = self.peers.by_node.get(sender.node)
-        if former and former.incarnation != sender:
-            is_restarted = former.incarnation.disk_id == sender.disk_id
-            self.remove_peer(former, Loss.RESTARTED if is_restarted else Loss.REPLACED)
 
 
 class Leader(Role):
@@ -218,8 +132,7 @@ class Leader(Role):
         peer.join, peer.running_generation = message.join, 0
         if self._refuse_other_script(peer):
             return
-        if self._runs_on(peer.incarnation):
-            self.end_view(WorkersStopped(peer.incarnation.node))
+        self._end_view_of(peer.incarnation)
         self.view_change.handle_join(peer.incarnation, message.join, self.running_view)
 
     def _refuse_other_script(self, peer: Peer) -> bool:
@@ -365,8 +278,8 @@ class Leader(Role):
         is_idle = not hello.finished_generation and (
             hello.join or (view and former_generation == view.generation)
         )
-        if is_idle and self._runs_on(peer.incarnation):
-            self.end_view(WorkersStopped(peer.incarnation.node))
+        if is_idle:
+            self._end_view_of(peer.incarnation)
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
         own = self.make_announcement()
@@ -428,6 +341,18 @@ class Leader(Role):
     def _runs_on(self, node: Incarnation) -> bool:
         """Return whether a node is a member of the running view."""
         return self.running_view is not None and self.running_view.rank(node) is not None
+
+    def _end_view_of(self, node: Incarnation) -> None:
+        """End the running view if this node is one of its members: its workers have stopped."""
+        if self._runs_on(node):
+            self.end_view(WorkersStopped(node.node))
+
+    def _handle_failure(self, peer: Peer, report: messages.FailureReport) -> None:
+        """Record a failure and end its view: the node may wait before it joins, and others lack a peer."""
+        self.state.record_failure_report(peer.incarnation, report)
+        if self.running_view and report.generation == self.running_view.generation:
+            peer.running_generation = 0
+            self._end_view_of(peer.incarnation)
 
     def has_finished_node(self) -> bool:
         """Return whether a node of the newest view has finished; then no other view is needed."""
@@ -719,11 +644,14 @@ class Leader(Role):
 
     def _handle_own_join(self, _: None, request: messages.JoinRequest) -> None:
         own = self.state.incarnation
-        if self._runs_on(own):
-            self.end_view(WorkersStopped(own.node))
+        self._end_view_of(own)
         for peer in list(self.peers):
             self._refuse_other_script(peer)
         self.view_change.handle_join(own, request.join, self.running_view)
+
+    def _handle_own_failure(self, _: None, report: messages.FailureReport) -> None:
+        if self.running_view and report.generation == self.running_view.generation:
+            self._end_view_of(self.state.incarnation)
 
     def _handle_own_preparation(self, _: None, message: messages.Preparation) -> None:
         if not message.is_running:
@@ -781,9 +709,7 @@ class Leader(Role):
         messages.LeaveNotice: _handle_leave_notice,
         Vote: _handle_vote,
         messages.ProposalAck: lambda self, peer, ack: self.view_change.handle_ack(peer.incarnation, ack),
-        messages.FailureReport: lambda self, peer, report: self.state.record_failure_report(
-            peer.incarnation, report
-        ),
+        messages.FailureReport: _handle_failure,
         messages.UnreachablePeers: lambda self, peer, report: self._note_unreachable(
             peer.incarnation, report
         ),
@@ -796,5 +722,6 @@ class Leader(Role):
         messages.UnreachablePeers: lambda self, _, report: self._note_unreachable(
             self.state.incarnation, report
         ),
+        messages.FailureReport: _handle_own_failure,
         interface.WorkersFinished: lambda self, *_: self.view_change.reevaluate(),
     }

@@ -143,6 +143,8 @@ class RendezvousNode:
         self.role.handle_own(event)
 
     def _handle_failure_report(self, event: messages.FailureReport) -> None:
+        # It waits before it joins: until then the leader must not take its workers for running ones.
+        self.state.stop_workers(WorkersStopped(self.state.incarnation.node))
         self.state.failure_report = event
         self.state.record_failure_report(self.state.incarnation, event)  # this node may lead, now or later
         self.role.handle_own(event)

@@ -40,6 +40,8 @@ class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
     has_failed_job = False
+    delays_join = False
+    """It waits before it joins again after a failure."""
     has_new_addresses = False
     """Each process of it listens elsewhere than the one before."""
 
@@ -284,12 +286,17 @@ class SimulatedNode(Host):
 
     def fail_worker(self, signal: str = "SIGKILL") -> None:
         """Fail a worker: the agent reports it and joins again."""
+        self.report_failure(signal)
+        self._prepare_for_a_while()
+        self.request_join(self.incarnation_id)
+
+    def report_failure(self, signal: str = "SIGKILL") -> None:
+        """Report that a worker has failed; the agent may wait before it joins again."""
+        self.checkers.on_stop(self.name)
         if self.agent and self.agent.state.last_view:
             rank = self.agent.state.last_view.rank(self.agent.state.incarnation)
             failure = Failure(SIGNAL, self.name, rank, WorkerEnd(signal=signal))
             self._handle_event(messages.FailureReport(self.agent.state.last_view.generation, failure))
-        self._prepare_for_a_while()
-        self.request_join(self.incarnation_id)
 
     def probe_members(self, incarnation_id: int, generation: int) -> None:
         """Fail the workers and report the members, if any, that these cannot reach for good.
@@ -326,6 +333,11 @@ class SimulatedNode(Host):
         """Let the agent report the members that it cannot reach."""
         if self.agent and self.agent.state.last_view:
             self._handle_event(messages.UnreachablePeers(self.agent.state.last_view.generation, nodes))
+
+    def join_now(self) -> None:
+        """End the wait after a failure."""
+        self.delays_join = False
+        self.request_join(self.incarnation_id)
 
     def request_join(self, incarnation_id: int) -> None:
         """Stop the workers and request the next view, as torchelastic does."""
@@ -545,7 +557,8 @@ class SimulatedNode(Host):
     def _on_workers_stopped(self, incarnation_id: int) -> None:
         if incarnation_id == self.incarnation_id and self.agent and not self.agent.running_view:
             self.checkers.on_stop(self.name)
-            if not self.end and not self.agent.state.join and not self.agent.state.leaving:
+            is_waiting = self.end or self.agent.state.join or self.agent.state.leaving or self.delays_join
+            if not is_waiting:
                 self._join_soon(0.1)
 
     def _on_written(self, effect: interface.Persist, incarnation_id: int) -> None:

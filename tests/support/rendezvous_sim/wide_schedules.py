@@ -89,12 +89,13 @@ def draw_leavers(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
         job = add_candidate(job, rng.choice([name for name in job.node_names if name not in leaving]))
     at_s = rng.uniform(6.0, 9.0)
     nodes = [NodeSpec(f"z{number}", at_s + rng.uniform(0.1, 9.0)) for number in range(new_count)]
-    job = replace(job, nodes=(*job.nodes, *nodes), stays_away=leaving, must_continue=True)
+    job = replace(job, nodes=(*job.nodes, *nodes), stays_away=leaving)
     faults, pause_s = [], rng.choice((0.0, 0.0, 0.02, 0.5, 2.0))
     for name in leaving:
         faults.append(Fault(Trigger(at_s), "leave", (name,), NEVER_S))
         at_s += pause_s
-    return job, faults
+    # One that leaves in the moment in which it begins to lead takes its vote along: see "What waits".
+    return replace(job, must_continue=pause_s != 0.02), faults
 
 
 def draw_full_stop(rng: random.Random) -> tuple[JobSpec, list[Fault]]:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from elastic_resume.policy.reasons import SettingDiffers
+from elastic_resume.rendezvous.core.admission import Admission
 from elastic_resume.rendezvous.core.interface import RendezvousSettings, Send
-from elastic_resume.rendezvous.core.leader import Admission, Leader
+from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Hello, JoinRequest, JoinSpec, Refused
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState

@@ -1,0 +1,94 @@
+"""Decide, as leader, who may follow: settings must agree, names must be unique, and the job be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+
+from elastic_resume.policy.reasons import Loss, NameTaken, OtherJob, SettingDiffers, name_nodes
+from elastic_resume.rendezvous.core import messages
+from elastic_resume.rendezvous.core.peers import Peer, PeerTable
+from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.world import Incarnation
+
+
+class Admission:
+    """Decides which nodes may follow: settings must agree, and names must be unique."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        peers: PeerTable,
+        remove_peer: Callable[[Peer, Loss], None],
+        has_running_view: Callable[[], bool],
+    ) -> None:
+        """`remove_peer` is called for a follower whose node is back as a new process."""
+        self.state = state
+        self.peers = peers
+        self.remove_peer = remove_peer
+        self.has_running_view = has_running_view
+
+    def check_hello(self, hello: messages.Hello) -> messages.Refused | None:
+        """Learn what the node knows; return why it may not join, or None."""
+        state, sender = self.state, hello.sender
+        mismatch = self._find_setting_mismatch(hello)
+        if mismatch:
+            return messages.Refused(SettingDiffers(*mismatch))
+        refused = hello.join and self.check_script(hello.join)
+        if refused:
+            return refused
+        if self._is_name_taken(sender):
+            return messages.Refused(NameTaken(sender.node))
+        if state.view.is_of_other_job(hello.view) and hello.view.members and not state.may_change_job():
+            others = name_nodes(hello.view.members)
+            is_running = self.has_running_view()
+            return messages.Refused(OtherJob(sender.node, hello.view.generation, others, is_running))
+        state.voter.record_generation(hello.max_generation)
+        state.voter.note_ballot(hello.promised)
+        state.adopt_view(hello.view)
+        state.voter.mark_former_ended(sender)
+        return None
+
+    def check_script(self, join: messages.JoinSpec) -> messages.Refused | None:
+        """Return a refusal if a node's script differs from this leader's; none before this leader joins."""
+        own = self.state.script
+        if not own or join.script in {"", own}:
+            return None
+        return messages.Refused(SettingDiffers("the training script", join.script, own))
+
+    def _find_setting_mismatch(self, hello: messages.Hello) -> tuple[str, str, str] | None:
+        """Return a setting that must be equal on all nodes and is not, with its values there and here."""
+        own = self.state.settings
+        theirs = hello.node_timeout_s, hello.min_nodes, hello.max_nodes, hello.candidates, hello.is_strict
+        if theirs == (own.node_timeout_s, own.min_nodes, own.max_nodes, own.candidates, own.is_strict):
+            return None
+        compared = (
+            ("--node-timeout", f"{hello.node_timeout_s:g} s", f"{own.node_timeout_s:g} s"),
+            ("--nnodes", f"{hello.min_nodes}:{hello.max_nodes}", f"{own.min_nodes}:{own.max_nodes}"),
+            *(
+                (f"host {number} of the list in --rdzv-endpoint", there, ours)
+                for number, (there, ours) in enumerate(
+                    zip_longest(hello.candidates, own.candidates, fillvalue="missing"), 1
+                )
+            ),
+            ("--rdzv-conf strict", str(hello.is_strict).lower(), str(own.is_strict).lower()),
+        )
+        return next((setting for setting in compared if setting[1] != setting[2]), None)
+
+    def _is_name_taken(self, sender: Incarnation) -> bool:
+        """Return whether a live agent has the sender's name, or a later process of its node is known."""
+        if sender.node == self.state.incarnation.node:
+            return True
+        known = self.peers.by_node.get(sender.node)
+        if known is None or known.incarnation == sender:
+            return False
+        if sender.disk_id == known.incarnation.disk_id:
+            return sender.boot < known.incarnation.boot
+        return known.disconnected_at is None
+
+    def remove_former(self, sender: Incarnation) -> None:
+        """Remove the former process of a node that has replied as a new one; a hello may be an old one."""
+        former = self.peers.by_node.get(sender.node)
+        if former and former.incarnation != sender:
+            is_restarted = former.incarnation.disk_id == sender.disk_id
+            self.remove_peer(former, Loss.RESTARTED if is_restarted else Loss.REPLACED)
