@@ -145,7 +145,7 @@ def _describe_wait(fact: Any) -> str:
     """Describe why no view is formed, or why this node is in none."""
     match fact:
         case reasons.WorkersRunning(node):
-            return f"the workers of {node} have not stopped"
+            return f"the workers of {node} have not stopped, or it waits before it starts them again"
         case reasons.TooFewNodes(joined, min_nodes, left_out):
             clauses = [f"{_describe(item)}, and is left out until it can" for item in left_out]
             return "; ".join([f"{joined} of at least {min_nodes} nodes have joined", *clauses])
