@@ -50,7 +50,7 @@ class SupervisorLink:
         self._next_environment: dict[str, str] | None = None
         self._resumed = threading.Event()
         self._pid = os.getpid()
-        self._agent_path = Path(os.environ.get(constants.ENV_PARKED, ""))
+        self._agent_path = Path(os.environ.get(constants.ENV_PARKED, os.devnull))
         self._agent_file: os.stat_result | None = None
         with contextlib.suppress(OSError):  # no agent, or the script has changed its user
             self._agent_file = self._agent_path.stat()

@@ -8,6 +8,7 @@ import pytest
 
 from elastic_resume import cli
 from elastic_resume.errors import ConfigError
+from elastic_resume.slots.progress_page import ProgressRecord, WorkerProcess
 from elastic_resume.testing import rehearsal
 from elastic_resume.testing.rehearsal import CheckResult, format_results, parse_command
 from tests.support.paths import SCRIPTS
@@ -84,3 +85,15 @@ def test_checks_cover_an_epoch_its_end_and_fewer_ranks() -> None:
     """In this order: the last one ends a node for good."""
     names = [check.name for check in rehearsal.list_checks(5, workers_per_node=2)]
     assert names == ["within an epoch", "after the end of an epoch", "with 2 of 4 ranks"]
+
+
+def test_interruption_after_an_epoch_waits_for_a_snapshot_of_its_generation() -> None:
+    """Else each further kill comes before there is another snapshot, and nothing is proved."""
+    _, check, _ = rehearsal.list_checks(5, workers_per_node=1)
+
+    def is_due(first_step: int, step: int) -> bool:
+        worker = WorkerProcess(0, 0, 1, 77, 0, 0, 0)
+        return check.is_due(ProgressRecord(0, 1, step, 2, False, worker, first_step, 0, 0, epoch_end_step=30))
+
+    assert [is_due(0, step) for step in (29, 35, 36)] == [False, False, True]
+    assert [is_due(35, step) for step in (36, 40, 41)] == [False, False, True]

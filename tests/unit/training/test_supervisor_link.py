@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.training.supervisor_link import SupervisorLink
 
 # The supervisor stops, as SIGSTOP stops it, and the agent's file goes while the worker is parked.
 SUPERVISOR = """
@@ -40,3 +46,15 @@ def test_parked_worker_ends_with_its_stopped_supervisor_when_the_agent_has_ended
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(supervisor.pid, signal.SIGKILL)
+
+
+def test_without_the_agents_file_no_agent_counts_as_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that has moved to another directory must not kill its supervisor."""
+    monkeypatch.delenv(constants.ENV_PARKED, raising=False)
+    end, workers_end = socket.socketpair()
+    with end, workers_end:
+        link = SupervisorLink(workers_end)
+        monkeypatch.chdir(tmp_path)
+        assert not link._has_agent_ended()
