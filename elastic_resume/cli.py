@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_resume import __version__, console, constants
+from elastic_resume import __version__, console, constants, machine
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
 
 if TYPE_CHECKING:
@@ -58,6 +58,15 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
         if isinstance(error, MachineError) and words[:1] != ["run"]:
             return constants.EXIT_JOB_ERROR
         return exit_code_before_start(error)
+    except (RuntimeError, BlockingIOError) as error:  # of a thread, of a fork
+        if "can't start new thread" not in str(error) and not isinstance(error, BlockingIOError):
+            raise
+        print(
+            f"{PROG}: error: the kernel refuses more processes and threads (ulimit -u, pids.max): "
+            f"{machine.PROCESS_LIMIT_REMEDY}.",
+            file=sys.stderr,
+        )
+        return constants.EXIT_MACHINE_ERROR
     except KeyboardInterrupt:
         return constants.EXIT_SIGNAL_BASE + signal.SIGINT
 

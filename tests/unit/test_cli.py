@@ -254,3 +254,18 @@ def test_damaged_bytecode_of_the_command_names_the_file(tmp_path: Path, module: 
     assert end.returncode == constants.EXIT_MACHINE_ERROR
     assert end.stderr.startswith(f"elastic-resume: error: the compiled Python file {compiled} is damaged")
     assert end.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(11, "fork")])
+def test_refused_thread_or_fork_is_one_line_with_remedy(
+    error: Exception, monkeypatch: Any, capsys: Any
+) -> None:
+    """Python says no more than this when pids.max of the control group is reached."""
+
+    def refuse(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "run", refuse)
+    assert cli.main(["run", "train.py"]) == constants.EXIT_MACHINE_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pids.max" in line

@@ -107,7 +107,8 @@ def test_nothing_is_mounted_or_named_on_the_host(machines: Machines) -> None:
     )
     assert machines.path(0, "/scratch/of-a-machine").exists()
     assert not any((Path(each) / "of-a-machine").exists() for each in ("/own", *DISKS))
-    assert str(machines._running_machines[0].init_process.pid) not in Path("/proc/self/mountinfo").read_text()
+    own_root = f"/proc/{machines._running_machines[0].init_process.pid}/"
+    assert own_root not in Path("/proc/self/mountinfo").read_text()
     assert socket.gethostname() not in {"n0", "n1", "n2"}
 
 
