@@ -94,9 +94,9 @@ def _log_new_process(result: ResumeResult) -> None:
     started_at, _, variables = os.environ.get(constants.ENV_NEW_PROCESS, "").partition(" ")
     if variables and result.plan.kind == "cold":
         logger.info(
-            f"{variables} was set by the script or a library of it, and torch reads it at its import. So "
-            "each worker begins again and imports torch anew, also after a failure: "
-            f"{time.monotonic() - float(started_at):.1f} s until er.resume() here. Export the variable where "
+            f"the script or a library of it sets {variables}, which torch reads at its import. So each "
+            "worker begins again and imports torch anew, also after a failure: "
+            f"{time.monotonic() - float(started_at):.1f} s until er.resume() here. Export {variables} where "
             "the command runs, and workers are forked in milliseconds."
         )
 
