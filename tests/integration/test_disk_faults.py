@@ -57,7 +57,7 @@ def test_failing_disk_costs_no_step(tmp_path: Path) -> None:
     """Each fault is logged once with its remedy, and its end once; the report names node and cause."""
     flags = ["--save-every", "0.2s", "--snapshot-every", "1", "--node-timeout", "3"]
     descriptors_before = count_descriptors()
-    with MachineCluster(tmp_path, nodes=2, min_nodes=1, flags=flags, **SIZES) as cluster:
+    with MachineCluster(tmp_path, nodes=2, min_nodes=1, flags=flags, forks_agents=True, **SIZES) as cluster:
         step_log, may_end = tmp_path / "step_log", tmp_path / "may-end"  # the job ends after `may_end` exists
         delays = ["--step-delay", "0.05", "--slow-from", "60", "--slow-until", str(may_end)]
         cluster.start(SCRIPT, "--step-log", str(step_log), "--epochs", str(EPOCHS), *delays)

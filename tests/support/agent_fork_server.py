@@ -71,10 +71,15 @@ class ShimAgentServer:
     def close(self) -> None:
         """End all agents."""
         self._fork_server.close()
+        self._listener.shutdown(socket.SHUT_RD)  # ends the wait of the thread
+        self._listener.close()
 
     def _serve(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
             threading.Thread(target=self._handle_request, args=[connection], daemon=True).start()
 
     def _handle_request(self, connection: socket.socket) -> None:

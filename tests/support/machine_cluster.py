@@ -2,13 +2,14 @@
 
 All other files are the host's, under the same names. A node's disk (`disks.py`) is mounted where its
 checkpoints go. It outlives the machine, and can be read from outside at any time. Agents are new processes
-that import torch themselves. Nothing is mounted or named on the host, and everything ends with its maker.
+that import torch themselves, unless the cluster is to fork them. Nothing is mounted or named on the host, and everything ends with its maker.
 This needs root.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import AGENT_PORT, LoopbackBackend
 from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork
+from tests.support.agent_fork_server import ShimAgentServer
 from tests.support.disks import SimulatedDisk
 from tests.support.machines import MB, Machines
 
@@ -45,8 +47,11 @@ class MachineBackend(LoopbackBackend):
         disk_bytes: int = DISK_BYTES,
         shm_bytes: int = SHM_BYTES,
         memory_bytes: int = 0,
+        forks_agents: bool = False,
     ) -> None:
         """Make the network and the disks, whose bytes are kept in ``directory``.
+
+        With ``forks_agents``, `processes` does not see the agents, and no limit of memory holds for them.
 
         Raises:
             MachineError: a requirement is missing.
@@ -64,6 +69,10 @@ class MachineBackend(LoopbackBackend):
             self._disks = [stack.enter_context(SimulatedDisk(directory, disk_bytes)) for _ in names]
             self._exit_stack = stack.pop_all()
         self._memory_bytes = memory_bytes
+        self._fork_server: ShimAgentServer | None = None
+        if forks_agents:
+            self._fork_server = ShimAgentServer(directory, os.environ)
+            self._exit_stack.callback(self._fork_server.close)
         self._ckpt_dirs: dict[int, Path] = {}
         self._agents: dict[int, fork_server.AgentProcess] = {}
 
@@ -107,6 +116,9 @@ class MachineBackend(LoopbackBackend):
         """Start a node's agent, and its machine if it is down."""
         del fresh
         self.boot([index])
+        if self._fork_server is not None:
+            own = command.index("elastic_resume") + 1  # after `python -m`
+            command = [str(self._fork_server.bin_dir / "elastic-resume"), *command[own:]]
         self._agents[index] = self._machines.run(index, command, env=env, stdout=log, stderr=log)
         return self._agents[index]
 
@@ -162,12 +174,19 @@ class MachineCluster(Cluster):
         disk_bytes: int = DISK_BYTES,
         shm_bytes: int = SHM_BYTES,
         memory_bytes: int = 0,
+        forks_agents: bool = False,
         **others: Any,
     ) -> None:
         """Describe the cluster; ``others`` are arguments of `Cluster`."""
         directory.mkdir(parents=True, exist_ok=True)
-        sizes = {"disk_bytes": disk_bytes, "shm_bytes": shm_bytes, "memory_bytes": memory_bytes}
-        self.backend = MachineBackend(directory, nodes, **sizes)
+        self.backend = MachineBackend(
+            directory,
+            nodes,
+            disk_bytes=disk_bytes,
+            shm_bytes=shm_bytes,
+            memory_bytes=memory_bytes,
+            forks_agents=forks_agents,
+        )
         super().__init__(directory, nodes=nodes, hosts=self.backend, **others)
         self._events_before_fault: dict[int, bytes] = {}
         self._lost_events: dict[int, list[Event]] = {}
