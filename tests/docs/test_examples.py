@@ -79,6 +79,7 @@ def test_digits_example_learns_on_two_ranks() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.soak
 def test_character_example_learns(tmp_path: Path) -> None:
     """Fewer bits than the 7 of a uniform guess; tied weights, and a GPU where there is one."""
     words = ["--characters", "30000", "--epochs", "2"]

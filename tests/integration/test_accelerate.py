@@ -261,6 +261,7 @@ def test_each_misuse_ends_with_its_error(tmp_path: Path) -> None:
             assert errors[name].startswith(start), f"{name}: {errors[name]}"
 
 
+@pytest.mark.soak
 def test_main_process_saves_and_is_killed_within(tmp_path: Path) -> None:
     """The restarted script finds its own folders; its limit counts none of a step that is repeated."""
     ends = []

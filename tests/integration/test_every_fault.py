@@ -101,6 +101,13 @@ OF_MACHINES = [
 
 # Kind of fault -> the test file that has it in `make test`.
 ONLY_IN_SOAK = {
+    "kill-worker": "integration/test_run_command.py",
+    "stop-worker": "integration/test_hang_detector.py",
+    "out-of-memory": "integration/test_failures.py",
+    "disk-full": "integration/test_disk_faults.py",
+    "disk-error": "integration/test_disk_faults.py",
+    "slow-disk": "integration/test_disk_faults.py",
+    "partition": "system/network/test_silent_loss.py",
     "exit": "integration/test_run_command.py",
     "hold-gil": "integration/test_hang_detector.py",
     "kill-agent": "integration/test_chaos.py",
@@ -178,7 +185,7 @@ def poll_until(cluster: Cluster, injector: FaultInjector, condition: Callable[[]
     while not condition():
         injector.poll()
         assert time.monotonic() < deadline, f"{injector.outcomes[0]}\n{cluster.output_tails()}"
-        time.sleep(0.02)
+        time.sleep(0.1)  # a condition may read the whole report
 
 
 def newest_generation(cluster: Cluster) -> int:

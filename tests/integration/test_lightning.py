@@ -37,13 +37,13 @@ SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 
 # PLACE@STEP:RANK. The step is Lightning's global step; an epoch has 5, and validates after 2 and 5.
 KILLS = [
-    "in_step@1:0",
     "on_save_checkpoint@3:0",
     "on_validation_batch_end@5:1",
-    "on_train_epoch_end@5:0",
 ]
 MORE_KILLS = [
     "on_train_start@0:1",
+    "in_step@1:0",
+    "on_train_epoch_end@5:0",
     "on_train_epoch_start@0:0",
     "on_train_batch_start@1:1",
     "on_before_zero_grad@1:0",

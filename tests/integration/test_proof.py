@@ -80,7 +80,7 @@ def test_what_a_script_changes_while_it_trains_is_restored(tmp_path: Path, ends_
     assert "WARNING" not in job.output
 
 
-@pytest.mark.parametrize("kind", ["right", "restartable"])
+@pytest.mark.parametrize("kind", ["right", pytest.param("restartable", marks=pytest.mark.soak)])
 def test_first_resume_of_a_right_script_is_proved_and_later_ones_are_not_repeated(
     tmp_path: Path, kind: str, ends_without: Ends
 ) -> None:

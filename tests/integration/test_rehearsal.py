@@ -53,7 +53,7 @@ def test_table_says_what_was_not_made() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("kind", "code"), [("right", 0), ("index", 1)])
+@pytest.mark.parametrize(("kind", "code"), [pytest.param("right", 0, marks=pytest.mark.soak), ("index", 1)])
 def test_rehearsal_finds_what_a_script_does_not_restore(
     kind: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

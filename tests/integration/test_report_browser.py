@@ -120,6 +120,7 @@ _FAINT = """(() => {
 })()"""
 
 
+@pytest.mark.soak
 def test_page_of_two_thousand_generations_stays_small(tmp_path: Path) -> None:
     """Folded rows are not laid out."""
     job = report_runs.make_long_run(2000)

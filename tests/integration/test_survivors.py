@@ -206,6 +206,7 @@ def test_run_with_failures_in_a_row_and_lost_node_equals_undisturbed_run(
     assert [losses for _, losses in found] == [pytest.approx(losses, abs=1e-6) for _, losses in alone]
 
 
+@pytest.mark.soak
 def test_gan_stream_and_rank_values_resume_in_the_same_process(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -173,11 +173,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, pytest.ExitCode.INTERRUPTED, marks=pytest.mark.soak),
+        (signal.SIGINT, pytest.ExitCode.INTERRUPTED),
         (signal.SIGKILL, -signal.SIGKILL),
     ],
 )

@@ -7,12 +7,12 @@ import pytest
 from elastic_resume.testing import Fault, assert_same_run
 from tests.support.paths import SCRIPTS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]  # unit/capture/test_snapshotter.py has it in one process
 
 
 @pytest.mark.parametrize(
     "change",
-    ["swap", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("forward", "clamp", "numpy"))],
+    ["swap", "forward", "clamp", "numpy"],
 )
 def test_script_that_changes_parameters_during_the_copy_resumes_bit_for_bit(change: str) -> None:
     """The replicas of two nodes are compared at each step; then a worker is killed.

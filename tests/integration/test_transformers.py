@@ -37,13 +37,13 @@ SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 # HOOK@STEP:RANK. The step is the number of finished optimizer steps; an epoch has 7. Two kills in one step
 # are for one rank, since the other rank may come to the second place before it notices the first kill.
 KILLS = [
-    "in_step@1:0",
     "on_prediction_step@3:0",
     "in_save@6:0",
-    "on_epoch_end@7:1",
 ]
 MORE_KILLS = [
     "on_train_begin@0:0",
+    "in_step@1:0",
+    "on_epoch_end@7:1",
     "on_epoch_begin@0:0",
     "on_step_begin@1:1",
     "on_substep_end@2:0",

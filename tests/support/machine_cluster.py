@@ -2,8 +2,8 @@
 
 All other files are the host's, under the same names. A node's disk (`disks.py`) is mounted where its
 checkpoints go. It outlives the machine, and can be read from outside at any time. Agents are new processes
-that import torch themselves, unless the cluster is to fork them. Nothing is mounted or named on the host, and everything ends with its maker.
-This needs root.
+that import torch themselves, unless the cluster is to fork them. Nothing is mounted or named on the host,
+and everything ends with its maker. This needs root.
 """
 
 from __future__ import annotations

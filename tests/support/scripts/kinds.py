@@ -416,9 +416,9 @@ class Script:
         return {**state_dict.digest_leaves(self.leaves()), "rest": state_dict.combine_digests(rest)}
 
 
-def main(directory: Path, half: int) -> None:
-    """Train every second kind whole and in parts."""
-    print(json.dumps(compare_kinds(compare, directory, [*enumerate(KINDS)][half::2])))
+def main(directory: Path, part: int) -> None:
+    """Train every fourth kind whole and in parts."""
+    print(json.dumps(compare_kinds(compare, directory, [*enumerate(KINDS)][part::4])))
 
 
 def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> dict[str, Any]:

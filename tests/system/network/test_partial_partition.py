@@ -90,6 +90,7 @@ def test_link_that_refuses_packets_for_good_leaves_one_out(cluster: Cluster, net
     training_job.check_end(step_log, world_size=3)
 
 
+@pytest.mark.soak
 def test_link_that_breaks_while_training_leaves_one_out(cluster: Cluster, network: VirtualNetwork) -> None:
     """No rank of the two nodes is at fault, and no hang timeout has to pass."""
     start(cluster, "--slow-until", str(cluster.directory / "never"))

@@ -99,7 +99,7 @@ def test_larger_configuration_explored_completely_keeps_its_invariants(config: C
         ("durable_handing", False, change(HANDOVER, nodes=2, crashes=1)),
         ("handed_once", False, change(HANDOVER, nodes=2, crashes=1)),
         ("ties_only", False, change(FOUR_NODES, nodes=3)),
-        ("half_repeats", False, FOUR_NODES),
+        pytest.param("half_repeats", False, FOUR_NODES, marks=pytest.mark.soak),
         pytest.param("only_heir_takes", False, FOUR_NODES, marks=pytest.mark.soak),  # a minute
         ("take_alive", False, LEADER_FIRST),
         ("leader_window", False, HEIR_FIRST),
