@@ -87,7 +87,7 @@ class Welcome:
 class RequestVote:
     """Ask for a vote in a ballot of the sender, for the successor of the view of `generation`.
 
-    `heir_cannot_take`: the heir of that view follows the sender, so it takes no vote any more.
+    `heir_cannot_take`: the heir of that view follows the sender, or has ended, so it takes no vote any more.
     """
 
     generation: int

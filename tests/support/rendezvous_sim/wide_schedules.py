@@ -94,8 +94,7 @@ def draw_leavers(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
     for name in leaving:
         faults.append(Fault(Trigger(at_s), "leave", (name,), NEVER_S))
         at_s += pause_s
-    # One that leaves in the moment in which it begins to lead takes its vote along: see "What waits".
-    return replace(job, must_continue=pause_s != 0.02), faults
+    return replace(job, must_continue=True), faults
 
 
 def draw_full_stop(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
