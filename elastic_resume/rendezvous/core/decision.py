@@ -149,7 +149,7 @@ class Decision:
         state, electorate = self.state, self.state.voter.electorate
         counted = self.find_counted(keys)
         is_enough = electorate.has_quorum(counted.keys())
-        if not state.settings.is_strict and state.view.members:
+        if not state.view.is_strict and state.view.members:
             surplus = electorate.compare_with_half(len(counted))
             is_free = state.voter.is_free_of_heir
             is_enough = surplus > 0 or (

@@ -262,6 +262,7 @@ class Leader(Role):
             self.peers.add(peer)
         state.voter.note_follower(sender, link)
         peer.join, peer.finished_generation = hello.join, hello.finished_generation
+        peer.is_twin = hello.is_twin
         self.finished_generation = max(self.finished_generation, hello.finished_generation)
         return peer
 

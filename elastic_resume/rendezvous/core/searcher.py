@@ -13,7 +13,9 @@ from itertools import islice
 from typing import ClassVar
 
 from elastic_resume.policy.reasons import (
+    DirectoryCopied,
     JoinObstacle,
+    NameTaken,
     NodeRefused,
     NoLeader,
     OtherJob,
@@ -150,11 +152,13 @@ class Searcher(Role):
             self._call(address)
 
     def _handle_refusal(self, link: Link, message: messages.Refused) -> None:
-        state = self.state
-        is_permanent = isinstance(message.refusal, SettingDiffers) or (
-            isinstance(message.refusal, OtherJob) and message.refusal.is_running
-        )
-        former, self.refusal = self.refusal, NodeRefused(link.address, message.refusal)
+        state, refusal = self.state, message.refusal
+        is_copy = isinstance(refusal, DirectoryCopied) and refusal.is_certain
+        if is_copy or (isinstance(refusal, NameTaken) and refusal.is_alive):
+            state.voter.note_twin()
+        is_other_job = isinstance(refusal, OtherJob) and refusal.is_running
+        is_permanent = is_copy or is_other_job or isinstance(refusal, SettingDiffers)
+        former, self.refusal = self.refusal, NodeRefused(link.address, refusal)
         if self.refusal != former and not is_permanent:
             state.emit_event("refused", self.refusal)
         if is_permanent:

@@ -398,7 +398,7 @@ class Simulation:
             return len(present) == len(self.nodes) or electorate.has_quorum(cast.keys())
         counted = find_counted(cast)
         surplus = electorate.compare_with_half(len(counted))
-        if surplus > 0 or self.settings.is_strict:
+        if surplus > 0 or newest.is_strict:
             return electorate.has_quorum(counted.keys())
         disks = {member.node: member.disk_id for member in newest.members}
         replaced = {node.node for node in present if disks.get(node.node, node.disk_id) != node.disk_id}
