@@ -94,7 +94,8 @@ class Simulation:
         for spec in job.nodes:
             node = self.nodes[spec.name]
             node.node_name = spec.same_name_as or spec.name
-            node.settings = replace(self.settings, candidates=spec.candidates or self.settings.candidates)
+            node.settings = job.first_settings or self.settings
+            node.settings = replace(node.settings, candidates=spec.candidates or node.settings.candidates)
             node.order, node.preparation_s = spec.order, spec.preparation_s
             node.clock_origin_s, node.clock_rate = spec.clock_origin_s, spec.clock_rate
             node.linger_s = job.linger_s
@@ -194,7 +195,7 @@ class Simulation:
                 self.net.reset_connections(*names, both=fault.kind == "reset")
         else:
             for name in self._resolve_names(fault.nodes):
-                self._inject_node_fault(self.nodes[name], fault.kind, fault.duration_s, fault.settings)
+                self._inject_node_fault(self.nodes[name], fault.kind, fault.duration_s)
         if number + 1 < len(faults) and faults[number + 1].trigger.after_previous:
             self._arm(number + 1)
 
@@ -238,12 +239,10 @@ class Simulation:
         self.blocked_by_fault[number] = links
         self.net.set_blocked_links(self.net.lasting_cuts.union(*self.blocked_by_fault.values()))
 
-    def _inject_node_fault(
-        self, node: SimulatedNode, kind: str, duration_s: float, settings: RendezvousSettings | None
-    ) -> None:
+    def _inject_node_fault(self, node: SimulatedNode, kind: str, duration_s: float) -> None:
         back_at = self.clock.now + duration_s
         if kind == "reconfigure":
-            node.settings = settings or node.settings
+            node.settings = self.settings
         elif kind in ("kill", "power", "wipe"):
             {"kill": node.die, "power": node.lose_power, "wipe": node.wipe}[kind]()
             self.clock.call_at(back_at, node.boot)
