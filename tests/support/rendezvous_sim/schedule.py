@@ -196,7 +196,8 @@ class Fault:
     - of nodes: `kill`, `power` (dies without closing connections), `wipe` (dies and loses its disk), `pause`
       (the agent), `suspend` (the machine), `stop-clock` (the machine and its clock), `leave`;
       `crash-before-send` (of its next view change message) and `written` (crashes when its next write is on
-      disk). All restart after `duration_s`. `reconfigure` gives their next processes the second run's settings.
+      disk). All restart after `duration_s`. `reconfigure` gives their next processes the second run's
+      settings.
     - of disks: `disk` (slow), `stuck` (no write completes).
     - of workers: `worker` (one fails), `finish`, `fail` (the node fails the job for all).
     - of the network: `slow` (each way takes up to 0.6 s), `slowish` (0.3 s), `reset` (the connections between
