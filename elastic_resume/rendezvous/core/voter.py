@@ -176,8 +176,9 @@ class Voter:
         leader, known = self.view.leader, self.known
         if self.view.is_strict or self.has_followed_another or known.has_taken or known.handed_to:
             return
-        link = self.leader_links.get(leader) if leader in self.ended else None
-        if leader and link and link.ended_in_contact and may_take(self.view, self.incarnation, leader):
+        if leader is None or leader not in self.ended or not may_take(self.view, self.incarnation, leader):
+            return
+        if any(link.ended_in_contact for link in self._find_links(leader)):
             self._change(has_taken=True)
 
     def hand_over(self, receiver: Incarnation) -> None:
@@ -234,9 +235,13 @@ class Voter:
 
     def answers(self, process: Incarnation) -> bool:
         """Return whether a process has an open link to this node, and was heard just now."""
-        links = self.leader_links.get(process), self.follower_links.get(process)
         heard_since = self.now - ANSWER_HEARTBEATS * self.settings.heartbeat_interval_s
-        return any(link and link.is_open and link.last_received_at > heard_since for link in links)
+        return any(link.is_open and link.last_received_at > heard_since for link in self._find_links(process))
+
+    def _find_links(self, process: Incarnation) -> list[Link]:
+        """Return the newest links on which a process has led this node, and has followed it."""
+        links = self.leader_links.get(process), self.follower_links.get(process)
+        return [link for link in links if link]
 
     @property
     def is_free_of_heir(self) -> bool:
@@ -244,16 +249,15 @@ class Voter:
         heir = self.view.heir
         if heir is None or heir in self.ended:
             return True
-        link = self.follower_links.get(heir)
-        return link is None or self.now >= link.last_received_at + self.settings.node_timeout_s
+        silent_since = self.now - self.settings.node_timeout_s
+        return all(link.last_received_at <= silent_since for link in self._find_links(heir))
 
     def mark_ended(self, process: Incarnation) -> None:
         """Note that a process has ended for certain, and whether that was soon after the last contact."""
         if process in self.ended or process == self.incarnation:
             return
         self.ended.add(process)
-        link = self.leader_links.get(process)
-        if link:
+        for link in self._find_links(process):
             link.ended_in_contact = self.now < link.acked_sent_at + self.settings.lease_s
 
     def mark_former_ended(self, incarnation: Incarnation) -> None:
