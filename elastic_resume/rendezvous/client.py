@@ -57,6 +57,23 @@ class JobCompleted(Exception):  # noqa: N818 - not an error
     """The job has succeeded on every node; this one took no part in its end."""
 
 
+def make_incarnation(
+    node: str, state: interface.PersistentState | None, listen_endpoint: ListenEndpoint
+) -> Incarnation:
+    """Number this process of a node's directory, whose state on disk is ``state``.
+
+    If another machine has the name or a copy of the directory, the node becomes a voter of its own.
+    """
+    former = state.incarnation if state and not state.is_twin else None
+    return Incarnation(
+        node,
+        former.disk_id if former else secrets.token_hex(8),
+        (former.boot if former else 0) + 1 + secrets.randbelow(MAX_BOOT_STEP),
+        listen_endpoint.address,
+        listen_endpoint.candidate_index,
+    )
+
+
 class RendezvousClient:
     """One agent's membership in one job."""
 
@@ -102,16 +119,7 @@ class RendezvousClient:
         self._callback_thread = threading.Thread(
             target=self._run_callbacks, args=(on_log,), name="elastic-resume-callbacks", daemon=True
         )
-        state = state_file.state
-        # Another machine has the name, or the directory: then this one is a voter of its own.
-        former = state.incarnation if state and not state.is_twin else None
-        incarnation = Incarnation(
-            node,
-            former.disk_id if former else secrets.token_hex(8),
-            (former.boot if former else 0) + 1 + secrets.randbelow(MAX_BOOT_STEP),
-            listen_endpoint.address,
-            listen_endpoint.candidate_index,
-        )
+        incarnation = make_incarnation(node, state_file.state, listen_endpoint)
         settings = config.settings_at(listen_endpoint.address)
         self.address = listen_endpoint.address
         self.candidates = settings.candidates
