@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -142,9 +142,21 @@ class SettingDiffers:
 
 @dataclass(frozen=True, slots=True)
 class NameTaken:
-    """A live agent has the node's name."""
+    """A live agent has the node's name.
+
+    If `is_alive`, it has answered since the node asked: two machines have one name.
+    """
 
     node: str
+    is_alive: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryCopied:
+    """Another process has the node's directory; if `is_certain`, it answers, or is a later one."""
+
+    node: str
+    is_certain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +172,7 @@ class OtherJob:
     is_running: bool
 
 
-Refusal = SettingDiffers | NameTaken | OtherJob
+Refusal = SettingDiffers | NameTaken | DirectoryCopied | OtherJob
 
 
 ViewEndReason = NodeLost | WorkersStopped | NodesUnreachable | ViewEnd | ViewEndOf | Refusal

@@ -118,6 +118,11 @@ def _describe(fact: Any) -> str:
             return f"{node} {_describe_unreachable(others)}"
         case reasons.SettingDiffers(setting, here, at_leader):
             return f"{setting} is {here} on this node and {at_leader} at the leader: give all nodes the same"
+        case reasons.DirectoryCopied(node, is_certain=True):
+            remedy = "remove rendezvous.json there, and give each machine its own ELASTIC_RESUME_NODE_NAME"
+            return f"the directory of {node} was copied or rolled back, and a later process runs: {remedy}"
+        case reasons.DirectoryCopied(node):
+            return f"the former process of {node} has not ended yet"
         case reasons.NameTaken(node):
             remedy = "give one of them a different name with ELASTIC_RESUME_NODE_NAME"
             return f"another live agent is called {node}: {remedy}"

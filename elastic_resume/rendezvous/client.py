@@ -38,6 +38,8 @@ from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
 
 SHUTDOWN_TIMEOUT_S = 2.0
 """Minimum time that a node which ends the job waits for its leader's confirmation."""
+MAX_BOOT_STEP = 1 << 20
+"""By which the boot of a process grows at most: a copy of its directory draws the same with such a chance."""
 LEAVE_WAIT_S = LEAVE_TIMEOUT_S + 1
 """How long a leaving node waits until it has left."""
 LIVENESS_CHECK_S = 1.0
@@ -53,6 +55,23 @@ class WorkerLease(Protocol):
 
 class JobCompleted(Exception):  # noqa: N818 - not an error
     """The job has succeeded on every node; this one took no part in its end."""
+
+
+def make_incarnation(
+    node: str, state: interface.PersistentState | None, listen_endpoint: ListenEndpoint
+) -> Incarnation:
+    """Number this process of a node's directory, whose state on disk is ``state``.
+
+    If another machine has the name or a copy of the directory, the node becomes a voter of its own.
+    """
+    former = state.incarnation if state and not state.is_twin else None
+    return Incarnation(
+        node,
+        former.disk_id if former else secrets.token_hex(8),
+        (former.boot if former else 0) + 1 + secrets.randbelow(MAX_BOOT_STEP),
+        listen_endpoint.address,
+        listen_endpoint.candidate_index,
+    )
 
 
 class RendezvousClient:
@@ -100,14 +119,7 @@ class RendezvousClient:
         self._callback_thread = threading.Thread(
             target=self._run_callbacks, args=(on_log,), name="elastic-resume-callbacks", daemon=True
         )
-        former = state_file.state.incarnation if state_file.state else None
-        incarnation = Incarnation(
-            node,
-            former.disk_id if former else secrets.token_hex(8),
-            former.boot + 1 if former else 1,
-            listen_endpoint.address,
-            listen_endpoint.candidate_index,
-        )
+        incarnation = make_incarnation(node, state_file.state, listen_endpoint)
         settings = config.settings_at(listen_endpoint.address)
         self.address = listen_endpoint.address
         self.candidates = settings.candidates

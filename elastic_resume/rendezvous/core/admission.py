@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import zip_longest
 
-from elastic_resume.policy.reasons import Loss, NameTaken, OtherJob, SettingDiffers, name_nodes
+from elastic_resume.policy.reasons import (
+    DirectoryCopied,
+    Loss,
+    NameTaken,
+    OtherJob,
+    SettingDiffers,
+    name_nodes,
+)
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import Incarnation
+
+MAX_CLAIMS = 64
 
 
 class Admission:
@@ -27,6 +36,8 @@ class Admission:
         self.peers = peers
         self.remove_peer = remove_peer
         self.has_running_view = has_running_view
+        self.claims: dict[Incarnation, float] = {}
+        """When a process asked first whose name or directory another one has."""
 
     def check_hello(self, hello: messages.Hello) -> messages.Refused | None:
         """Learn what the node knows; return why it may not join, or None."""
@@ -37,8 +48,9 @@ class Admission:
         refused = hello.join and self.check_script(hello.join)
         if refused:
             return refused
-        if self._is_name_taken(sender):
-            return messages.Refused(NameTaken(sender.node))
+        twin = self._find_twin(sender)
+        if twin:
+            return messages.Refused(twin)
         if state.view.is_of_other_job(hello.view) and hello.view.members and not state.may_change_job():
             others = name_nodes(hello.view.members)
             is_running = self.has_running_view()
@@ -75,16 +87,33 @@ class Admission:
         )
         return next((setting for setting in compared if setting[1] != setting[2]), None)
 
-    def _is_name_taken(self, sender: Incarnation) -> bool:
-        """Return whether a live agent has the sender's name, or a later process of its node is known."""
-        if sender.node == self.state.incarnation.node:
-            return True
-        known = self.peers.by_node.get(sender.node)
-        if known is None or known.incarnation == sender:
-            return False
-        if sender.disk_id == known.incarnation.disk_id:
-            return sender.boot < known.incarnation.boot
-        return known.disconnected_at is None
+    def _find_twin(self, sender: Incarnation) -> NameTaken | DirectoryCopied | None:
+        """Return a refusal if another live process has the sender's name or directory.
+
+        It lives for certain if it has acknowledged a message that was sent after the sender asked first.
+        """
+        state, own = self.state, self.state.incarnation
+        if sender.node == own.node:
+            is_copy = sender.disk_id == own.disk_id
+            return (
+                DirectoryCopied(own.node, is_certain=True) if is_copy else NameTaken(own.node, is_alive=True)
+            )
+        peer, member = self.peers.by_node.get(sender.node), state.view.find_disk(sender.disk_id)
+        former = peer.incarnation if peer else None
+        is_same_disk = former is None or former.disk_id == sender.disk_id
+        newest = max(known.boot for known in (member, former if is_same_disk else None, sender) if known)
+        if newest > sender.boot:
+            return DirectoryCopied(sender.node, is_certain=True)
+        if peer is None or former == sender or peer.disconnected_at is not None:
+            return None
+        if len(self.claims) >= MAX_CLAIMS:
+            self.claims.clear()
+        is_alive = peer.link.acked_sent_at > self.claims.setdefault(sender, state.now)
+        if not is_same_disk:
+            return NameTaken(sender.node, is_alive)
+        if is_alive or state.voter.answers(peer.incarnation):
+            return DirectoryCopied(sender.node, is_alive)
+        return None
 
     def remove_former(self, sender: Incarnation) -> None:
         """Remove the former process of a node that has replied as a new one; a hello may be an old one."""

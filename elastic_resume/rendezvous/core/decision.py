@@ -64,14 +64,16 @@ class Decision:
     def request(self) -> messages.RequestVote:
         """What to ask of each voter."""
         view = self.state.view
-        return messages.RequestVote(view.generation, self.ballot, self._has_followed(view.heir))
+        return messages.RequestVote(view.generation, self.ballot, self._cannot_take(view.heir))
 
-    def _has_followed(self, heir: Incarnation | None) -> bool:
-        """Return whether the heir has followed this node in this slot, so that it takes no vote any more.
+    def _cannot_take(self, heir: Incarnation | None) -> bool:
+        """Return whether the heir takes no vote any more: it has ended, or followed this node in this slot.
 
         It has acknowledged a message that was sent after the view. An earlier follower may have left, and may
         have learned of the view from another leader.
         """
+        if heir in self.state.voter.ended:
+            return True
         peer = self.peers.by_incarnation.get(heir) if heir else None
         return peer is not None and peer.link.acked_sent_at > self.slot_since
 
@@ -147,7 +149,7 @@ class Decision:
         state, electorate = self.state, self.state.voter.electorate
         counted = self.find_counted(keys)
         is_enough = electorate.has_quorum(counted.keys())
-        if not state.settings.is_strict and state.view.members:
+        if not state.view.is_strict and state.view.members:
             surplus = electorate.compare_with_half(len(counted))
             is_free = state.voter.is_free_of_heir
             is_enough = surplus > 0 or (

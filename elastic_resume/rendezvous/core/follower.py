@@ -79,7 +79,9 @@ class Follower(Role):
 
     def _handle_hello(self, link: Link, hello: messages.Hello) -> None:
         is_restarted_leader = (
-            hello.sender.disk_id == self.leader.disk_id and hello.sender.boot > self.leader.boot
+            hello.sender.disk_id == self.leader.disk_id
+            and hello.sender.boot > self.leader.boot
+            and not self.state.voter.answers(self.leader)
         )
         if is_restarted_leader:
             self._end_following(NodeLost(self.leader.node, Loss.RESTARTED))

@@ -230,6 +230,8 @@ class PersistentState:
     held: frozenset[str] = frozenset()
     handed_to: str = ""
     """As in `Vote`, for that successor."""
+    is_twin: bool = False
+    """Another machine of this name was alive, and this one was in no view since: it replaces none."""
 
     def with_view(self, view: View) -> PersistentState:
         """Return the state of a node that knows of the successor of `view` nothing yet."""

@@ -262,6 +262,7 @@ class Leader(Role):
             self.peers.add(peer)
         state.voter.note_follower(sender, link)
         peer.join, peer.finished_generation = hello.join, hello.finished_generation
+        peer.is_twin = hello.is_twin
         self.finished_generation = max(self.finished_generation, hello.finished_generation)
         return peer
 
@@ -381,6 +382,8 @@ class Leader(Role):
     def advance(self) -> None:
         """Check the own lease first; then look for losses, the end of the job, and the next view."""
         state = self.state
+        if state.next_role:
+            return
         if self.new_leader_address:
             self._step_down(ViewEndOf(ViewEnd.OTHER_LEADS, (self.new_leader_address,)))
             return
@@ -625,7 +628,7 @@ class Leader(Role):
         )
         self.view_change.reevaluate()
 
-    def _step_down(self, reason: ViewEndOf | ViewEnd) -> None:
+    def _step_down(self, reason: ViewEndReason) -> None:
         state = self.state
         state.end_role(Search(self.new_leader_address))
         self.end_view(reason, immediately=True)
@@ -658,18 +661,21 @@ class Leader(Role):
             self.view_change.schedule_scale_up(self.state.incarnation, self.running_view)
 
     def hand_over(self, departure: DepartureReason) -> bool:
-        """Step down for the lowest ranked follower that stays; return whether one is here or may be back."""
-        rank = self.state.view.rank
-        staying = [
-            peer.incarnation for peer in self.peers if not peer.is_leaving and peer.disconnected_at is None
-        ]
+        """Step down for the lowest ranked follower that stays; return whether one is here or may come."""
+        state, rank = self.state, self.state.view.rank
+        connected = [peer for peer in self.peers if peer.disconnected_at is None]
+        staying = [peer.incarnation for peer in connected if not peer.is_leaving]
         members = [node for node in staying if rank(node) is not None]
         if not staying:
-            # A follower whose link has just broken may be back in time for the notice.
-            return bool(self.peers.disconnected)
+            # This node has just begun to lead, or links have just broken: one that stays may lead instead.
+            present = [state.incarnation, *(peer.incarnation for peer in connected)]
+            may_come = bool(state.voter.find_absent_members(present) - state.unreachable)
+            if may_come:
+                self._step_down(NodeLost(state.incarnation.node, Loss.LEFT, departure))
+            return may_come
         successor = min(members, key=lambda node: rank(node) or 0) if members else staying[0]
-        lost = NodeLost(self.state.incarnation.node, Loss.LEFT, departure)
-        self.state.record_lost_member(self.state.incarnation, lost)
+        lost = NodeLost(state.incarnation.node, Loss.LEFT, departure)
+        state.record_lost_member(state.incarnation, lost)
         self.end_view(lost)
         self.new_leader_address = successor.address
         return True

@@ -58,7 +58,7 @@ class Hello:
 
     `view` is the newest view that the sender knows to be decided, and `promised` its greatest ballot.
     `running_generation` is the generation whose workers run at the sender, `finished_generation` the one
-    whose workers have all finished. The settings at the end must be equal on all nodes.
+    whose workers have all finished. The settings from `node_timeout_s` on must be equal on all nodes.
     """
 
     sender: Incarnation
@@ -73,6 +73,8 @@ class Hello:
     max_nodes: int = 0
     candidates: tuple[str, ...] = ()
     is_strict: bool = False
+    is_twin: bool = False
+    """See `interface.PersistentState`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Welcome:
 class RequestVote:
     """Ask for a vote in a ballot of the sender, for the successor of the view of `generation`.
 
-    `heir_cannot_take`: the heir of that view follows the sender, so it takes no vote any more.
+    `heir_cannot_take`: the heir of that view follows the sender, or has ended, so it takes no vote any more.
     """
 
     generation: int

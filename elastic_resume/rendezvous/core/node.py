@@ -111,6 +111,7 @@ class RendezvousNode:
         link = state.links.pop(event.conn_id, None)
         if link is None:
             return
+        link.is_open = False
         if link.address in state.settings.candidates:
             state.connection_errors[link.address] = event.reason[:120]
         if event.refused:

@@ -35,6 +35,7 @@ class Link:
     last_received_at: float = NEVER
     acked_sent_at: float = NEVER
     """When this node sent the newest message that the other side has acknowledged."""
+    is_open: bool = True
     ended_in_contact: bool = False
     """The peer's process has ended within `lease_s` of the newest acknowledged message."""
     generation: int = 0
@@ -76,6 +77,8 @@ class Peer:
     join: JoinSpec | None = None
     running_generation: int = 0
     finished_generation: int = 0
+    is_twin: bool = False
+    """See `interface.PersistentState`."""
     is_leaving: bool = False
     """It waits for a view without it."""
     disconnected_at: float | None = None

@@ -13,7 +13,9 @@ from itertools import islice
 from typing import ClassVar
 
 from elastic_resume.policy.reasons import (
+    DirectoryCopied,
     JoinObstacle,
+    NameTaken,
     NodeRefused,
     NoLeader,
     OtherJob,
@@ -86,8 +88,9 @@ class Searcher(Role):
         self.remaining_addresses = [
             address for address in dict.fromkeys(targets) if address not in self.called_addresses
         ]
-        self.next_call_at = state.now
         self._call(first_address)
+        # The leader that this node has just left would answer as soon as the one that was named.
+        self.next_call_at = state.now + (state.settings.dial_stagger_s if self.pending_calls else 0.0)
 
     # The search order.
 
@@ -116,8 +119,10 @@ class Searcher(Role):
         self.state.voter.mark_former_ended(hello.sender)
         link.peer = hello.sender
         if not self.named_leader and (self.state.leaving or self._defers()):
+            # It will not lead: nobody shall wait for it, nor a former follower dial on.
             self.waiting_peers.pop(link.conn_id, None)
-            self._drop_call(link)  # it will not lead: nobody shall wait for it
+            self.state.send(link, messages.Redirect())
+            self._drop_call(link)
             return
         self.waiting_peers[link.conn_id] = hello
         self.state.send(link, messages.Redirect(self.named_leader))
@@ -126,7 +131,13 @@ class Searcher(Role):
         self.state.end_role(Follow(link, welcome, self.waiting_peers))
 
     def _handle_announcement(self, _: Link, message: messages.LeaderAnnouncement) -> None:
-        """Call the leader that announced itself, if this process has counted its boot on disk."""
+        """Call the leader that announced itself, if this process has counted its boot on disk.
+
+        It may be the one that this node has left for the named leader, whose answer is due.
+        """
+        unanswered = self.pending_calls.keys() - self.redirect_waits
+        if self.named_leader in {self.state.links[conn_id].address for conn_id in unanswered}:
+            return
         if self.state.voter.durable_version and not self.state.voter.is_disk_stalled:
             self._call_again(message.leader.address)  # it may have led nobody when it was called before
 
@@ -150,11 +161,13 @@ class Searcher(Role):
             self._call(address)
 
     def _handle_refusal(self, link: Link, message: messages.Refused) -> None:
-        state = self.state
-        is_permanent = isinstance(message.refusal, SettingDiffers) or (
-            isinstance(message.refusal, OtherJob) and message.refusal.is_running
-        )
-        former, self.refusal = self.refusal, NodeRefused(link.address, message.refusal)
+        state, refusal = self.state, message.refusal
+        is_copy = isinstance(refusal, DirectoryCopied) and refusal.is_certain
+        if is_copy or (isinstance(refusal, NameTaken) and refusal.is_alive):
+            state.voter.note_twin()
+        is_other_job = isinstance(refusal, OtherJob) and refusal.is_running
+        is_permanent = is_copy or is_other_job or isinstance(refusal, SettingDiffers)
+        former, self.refusal = self.refusal, NodeRefused(link.address, refusal)
         if self.refusal != former and not is_permanent:
             state.emit_event("refused", self.refusal)
         if is_permanent:

@@ -179,6 +179,7 @@ class NodeState:
 
     def disconnect(self, link: Link) -> None:
         """Close a link."""
+        link.is_open = False
         if self.links.pop(link.conn_id, None):
             self.effects.append(interface.Disconnect(link.conn_id))
 
@@ -203,6 +204,7 @@ class NodeState:
             settings.max_nodes,
             settings.candidates,
             settings.is_strict,
+            self.voter.known.is_twin,
         )
 
     # Workers.

@@ -157,7 +157,10 @@ class ViewChange:
     def _find_replaced_nodes(self) -> set[str]:
         """Return the names of members that are back with an empty disk, and have any proposal."""
         find_node = self.state.view.find_node
-        present = {self.state.incarnation, *self.peers.by_incarnation} - self.awaiting
+        voter = self.state.voter
+        present = {peer.incarnation for peer in self.peers.by_incarnation.values() if not peer.is_twin}
+        present |= set() if voter.known.is_twin else {self.state.incarnation}
+        present -= self.awaiting
         return {
             node.node
             for node in present
@@ -401,7 +404,8 @@ class ViewChange:
         leader = state.incarnation if state.incarnation in members else members[0]
         ballot = self.decision.ballot
         history = state.view.history or f"{ballot.disk_id}:{ballot.boot}:{ballot.number}"
-        return View(1 + state.voter.known.max_generation, members, leader, history)
+        generation, is_strict = 1 + state.voter.known.max_generation, state.settings.is_strict
+        return View(generation, members, leader, history, is_strict)
 
     def list_ready_newcomers(self, view: View) -> list[Incarnation]:
         """Return the joined nodes outside of a view that it could admit."""

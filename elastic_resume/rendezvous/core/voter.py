@@ -23,6 +23,8 @@ from elastic_resume.rendezvous.core.world import (
 )
 
 MIN_LINKS_KEPT = 64
+ANSWER_HEARTBEATS = 3
+"""A live process sends a message in each heartbeat interval."""
 
 
 class Voter:
@@ -125,7 +127,8 @@ class Voter:
         """Learn from `source` that a view is decided; forget the votes on it."""
         generation = max(self.known.max_generation, view.generation)
         self.known = self.known.with_view(view)
-        self._change(max_generation=generation)
+        is_twin = self.known.is_twin and view.rank(self.incarnation) is None
+        self._change(max_generation=generation, is_twin=is_twin)
         # Another leader may have decided it, and may lead this node in the next slot too.
         self.has_followed_another = source is None or source != view.leader
         self.ended = {member for member in self.ended if view.rank(member) is not None}
@@ -171,10 +174,11 @@ class Voter:
     def take_vote(self) -> None:
         """Take the vote of the view's leader if it has died and this node is the heir: see `quorum`."""
         leader, known = self.view.leader, self.known
-        if self.settings.is_strict or self.has_followed_another or known.has_taken or known.handed_to:
+        if self.view.is_strict or self.has_followed_another or known.has_taken or known.handed_to:
             return
-        link = self.leader_links.get(leader) if leader in self.ended else None
-        if leader and link and link.ended_in_contact and may_take(self.view, self.incarnation, leader):
+        if leader is None or leader not in self.ended or not may_take(self.view, self.incarnation, leader):
+            return
+        if any(link.ended_in_contact for link in self._find_links(leader)):
             self._change(has_taken=True)
 
     def hand_over(self, receiver: Incarnation) -> None:
@@ -183,7 +187,7 @@ class Voter:
         The vote of a restarted member may have been taken, so it stays.
         """
         view, known = self.view, self.known
-        is_member = view.rank(self.incarnation) is not None or (self.settings.is_strict and self.is_voter)
+        is_member = view.rank(self.incarnation) is not None or (view.is_strict and self.is_voter)
         if view.members and is_member and not known.handed_to and view.find_disk(receiver.disk_id):
             self._change(handed_to=receiver.disk_id)
 
@@ -209,7 +213,7 @@ class Voter:
 
     def may_vote_for(self, proposer: Incarnation, request: messages.RequestVote) -> bool:
         """Return whether this node may vote in a ballot of `proposer` now: see `quorum`."""
-        is_free = self.settings.is_strict or request.heir_cannot_take or self.is_free_of_heir
+        is_free = self.view.is_strict or request.heir_cannot_take or self.is_free_of_heir
         return may_vote(self.view, self.incarnation, proposer, is_free_of_heir=is_free)
 
     def note_leader(self, proposer: Incarnation) -> None:
@@ -222,7 +226,22 @@ class Voter:
         if generation > self.known.max_generation:
             self._change(max_generation=generation)
 
+    def note_twin(self) -> None:
+        """Note that another machine of this node's name is alive."""
+        if not self.known.is_twin:
+            self._change(is_twin=True)
+
     # Processes that have ended.
+
+    def answers(self, process: Incarnation) -> bool:
+        """Return whether a process has an open link to this node, and was heard just now."""
+        heard_since = self.now - ANSWER_HEARTBEATS * self.settings.heartbeat_interval_s
+        return any(link.is_open and link.last_received_at > heard_since for link in self._find_links(process))
+
+    def _find_links(self, process: Incarnation) -> list[Link]:
+        """Return the newest links on which a process has led this node, and has followed it."""
+        links = self.leader_links.get(process), self.follower_links.get(process)
+        return [link for link in links if link]
 
     @property
     def is_free_of_heir(self) -> bool:
@@ -230,22 +249,21 @@ class Voter:
         heir = self.view.heir
         if heir is None or heir in self.ended:
             return True
-        link = self.follower_links.get(heir)
-        return link is None or self.now >= link.last_received_at + self.settings.node_timeout_s
+        silent_since = self.now - self.settings.node_timeout_s
+        return all(link.last_received_at <= silent_since for link in self._find_links(heir))
 
     def mark_ended(self, process: Incarnation) -> None:
         """Note that a process has ended for certain, and whether that was soon after the last contact."""
         if process in self.ended or process == self.incarnation:
             return
         self.ended.add(process)
-        link = self.leader_links.get(process)
-        if link:
+        for link in self._find_links(process):
             link.ended_in_contact = self.now < link.acked_sent_at + self.settings.lease_s
 
     def mark_former_ended(self, incarnation: Incarnation) -> None:
-        """Note that the earlier processes of a node's disk have ended."""
+        """Note that the earlier processes of a node's disk have ended, unless the disk was copied."""
         member = self.view.find_disk(incarnation.disk_id)
-        if member and member.boot < incarnation.boot:
+        if member and member.boot < incarnation.boot and not self.answers(member):
             self.mark_ended(member)
 
     def mark_ended_at(self, call: Link) -> None:

@@ -17,7 +17,8 @@ from elastic_resume.policy.restart import JobFailure
 class Incarnation:
     """One process of an agent. Its address never changes.
 
-    `disk_id` names its directory, which votes. `boot` counts the processes of that directory.
+    `disk_id` names its directory, which votes. `boot` grows with each process of that directory by a random
+    number. So the processes of two copies of a directory differ.
     `candidate_index` is the place of its address in the list of candidates, or None.
     """
 
@@ -66,6 +67,8 @@ class View:
     members: tuple[Incarnation, ...]
     leader: Incarnation | None = None
     history: str = ""
+    is_strict: bool = False
+    """Its successor is decided without the exception of `quorum`, whatever a later process was told."""
 
     def rank(self, member: Incarnation) -> int | None:
         """Return the rank of a member, or None."""

@@ -44,7 +44,8 @@ def pack_view(view: View) -> str:
     if cached is not None:  # it keeps the view, so that no other one has its id
         return cached[1]
     leader = _pack_member(view.leader) if view.leader else ""
-    head = [str(view.generation), quote(view.history, safe=_UNQUOTED_CHARS), leader]
+    rule = "strict" if view.is_strict else ""
+    head = [str(view.generation), rule, quote(view.history, safe=_UNQUOTED_CHARS), leader]
     text = ";".join([*head, *map(_pack_member, view.members)])
     _cache_view(text, view)
     return text
@@ -81,12 +82,14 @@ def _pack_member(member: Incarnation) -> str:
 
 
 def _parse_view(text: str) -> View:
-    generation, history, *fields = text.split(";", MAX_MEMBERS + 3)
+    generation, rule, history, *fields = text.split(";", MAX_MEMBERS + 4)
+    if rule not in {"", "strict"}:
+        raise ValueError("not a rule")
     if not 1 <= len(fields) <= MAX_MEMBERS + 1:
         raise ValueError("no leader, or too many members")
     leader = _parse_member(fields[0]) if fields[0] else None
     members = tuple(map(_parse_member, fields[1:]))
-    return View(_parse_number(generation), members, leader, _parse_field(history))
+    return View(_parse_number(generation), members, leader, _parse_field(history), rule == "strict")
 
 
 def _parse_member(text: str) -> Incarnation:

@@ -129,6 +129,8 @@ class Scenario:
             for word in words[1:]:
                 name, _, state = word.partition("=")
                 self.nodes[name].send_digest(int(words[0]), state)
+        elif verb == "copy-directory":  # of the first node to the second, another machine
+            self.nodes[words[1]].saved_state = self.nodes[words[0]].saved_state
         else:
             for name in words:
                 self.run_node_command(verb, self.nodes[name])
@@ -147,6 +149,7 @@ class Scenario:
             "kill": node.die,
             "power-off": node.lose_power,
             "wipe-disk": lambda: setattr(node, "saved_state", None),
+            "make-strict": lambda: setattr(node, "settings", replace(node.settings, is_strict=True)),
             "stall-disk": lambda: setattr(node, "max_write_s", 20.0),
             "hang-workers": lambda: setattr(node, "max_stop_s", 1e9),
             "kill-worker": node.fail_worker,

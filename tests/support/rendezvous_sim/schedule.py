@@ -122,6 +122,8 @@ class JobSpec:
     """A process that is no candidate listens at a new port, and some machines start with a new IP address."""
     stays_away: tuple[str, ...] = ()
     """Nodes that do not come back at the end."""
+    first_settings: RendezvousSettings | None = None
+    """Those of the first run, if another one with `settings` follows."""
     must_continue: bool = False
     """The others must form a view at the end, whatever the core's own rule says: see worlds.md."""
 
@@ -149,6 +151,7 @@ class JobSpec:
         words += ["new addresses"] if self.has_new_addresses else []
         words += [f"without {' '.join(self.stays_away)} at the end"] if self.stays_away else []
         words += ["the others must continue"] if self.must_continue else []
+        words += [f"at first {self.first_settings}"] if self.first_settings else []
         return "\n".join([", ".join(words), *(f"    {node}" for node in self.nodes)])
 
 
@@ -193,7 +196,8 @@ class Fault:
     - of nodes: `kill`, `power` (dies without closing connections), `wipe` (dies and loses its disk), `pause`
       (the agent), `suspend` (the machine), `stop-clock` (the machine and its clock), `leave`;
       `crash-before-send` (of its next view change message) and `written` (crashes when its next write is on
-      disk). All restart after `duration_s`. `reconfigure` sets what `settings` says for their next processes.
+      disk). All restart after `duration_s`. `reconfigure` gives their next processes the second run's
+      settings.
     - of disks: `disk` (slow), `stuck` (no write completes).
     - of workers: `worker` (one fails), `finish`, `fail` (the node fails the job for all).
     - of the network: `slow` (each way takes up to 0.6 s), `slowish` (0.3 s), `reset` (the connections between
@@ -208,13 +212,11 @@ class Fault:
     kind: str
     nodes: tuple[str, ...]
     duration_s: float = 0.0
-    settings: RendezvousSettings | None = None
 
     def __str__(self) -> str:
         """Return one line of a schedule."""
         nodes = " ".join(self.nodes) or "no node"
-        line = f"{self.trigger!s:>28}  {self.kind} {nodes} for {self.duration_s:.2f} s"
-        return f"{line} to {self.settings}" if self.settings else line
+        return f"{self.trigger!s:>28}  {self.kind} {nodes} for {self.duration_s:.2f} s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,9 @@ def draw_conditions(rng: random.Random, job: JobSpec, share: float) -> JobSpec:
         job = replace(job, loss=0.02 if job.must_continue else rng.choice((0.02, 0.1)))
     if rng.random() < share:
         timeout_s = 10.0 if job.loss else rng.choice((1.0, 10.0))
-        job = replace(job, settings=replace(job.settings, node_timeout_s=timeout_s))
+        settings, first = replace(job.settings, node_timeout_s=timeout_s), job.first_settings
+        first = replace(first, node_timeout_s=timeout_s) if first else None
+        job = replace(job, settings=settings, first_settings=first)
     return job
 
 
@@ -94,8 +96,7 @@ def draw_leavers(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
     for name in leaving:
         faults.append(Fault(Trigger(at_s), "leave", (name,), NEVER_S))
         at_s += pause_s
-    # One that leaves in the moment in which it begins to lead takes its vote along: see "What waits".
-    return replace(job, must_continue=pause_s != 0.02), faults
+    return replace(job, must_continue=True), faults
 
 
 def draw_full_stop(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
@@ -125,16 +126,24 @@ def draw_second_run(rng: random.Random) -> tuple[JobSpec, list[Fault]]:
             replace(settings, min_nodes=rng.randint(1, count)),
         )
     )
-    job = replace(job, settings=settings, nodes=job.nodes)
+    job = replace(job, settings=settings, first_settings=job.settings)
     at_s, faults = rng.uniform(6.0, 8.0), []
     if rng.random() < 0.4:
         faults.append(Fault(Trigger(at_s), "finish", names))
         at_s += 3.0
-    faults += [Fault(Trigger(at_s), "reconfigure", names, 0.0, settings)]
+    first: tuple[str, ...] = ()
+    if rng.random() < 0.4:
+        # One dies before the others, which may take its vote, and starts with the new settings behind a cut.
+        first = (rng.choice(names),)
+        faults.append(Fault(Trigger(at_s), "kill", first, 1.0))
+        faults.append(Fault(Trigger(at_s + 0.6), "partition", first, 8.0))
+        at_s += 0.8
+    faults.append(Fault(Trigger(at_s), "reconfigure", names))
     apart = rng.random() < 0.5
     for name in rng.sample(names, count):
         at_s += rng.choice((0.0, 0.02, 0.5, 4.0)) if apart else 0.0
-        faults.append(Fault(Trigger(at_s + 0.01), "kill", (name,), rng.choice((0.3, 1.0, 4.0))))
+        if name not in first:
+            faults.append(Fault(Trigger(at_s + 0.01), "kill", (name,), rng.choice((0.3, 1.0, 4.0))))
     if rng.random() < 0.3:
         faults.append(targeted_faults.heal(rng))
     return job, faults

@@ -111,6 +111,17 @@ SENTENCES: list[tuple[Any, str]] = [
             "ELASTIC_RESUME_NODE_NAME"
         ),
     ),
+    (
+        NodeRefused("a:1", reasons.DirectoryCopied("b", is_certain=True)),
+        (
+            "a:1 refuses this node: the directory of b was copied or rolled back, and a later process runs: "
+            "remove rendezvous.json there, and give each machine its own ELASTIC_RESUME_NODE_NAME"
+        ),
+    ),
+    (
+        NodeRefused("a:1", reasons.DirectoryCopied("b", is_certain=False)),
+        "a:1 refuses this node: the former process of b has not ended yet",
+    ),
     (reasons.JobFinished(), "every node has finished"),
     (reasons.JobFinished(("b",), 1), "all remaining nodes have finished; absent at the end: b"),
     (

@@ -52,7 +52,13 @@ CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "40"))
 texts = st.text(max_size=8)
 numbers = st.integers(0, 1 << 50)
 incarnations = st.builds(Incarnation, texts, texts, numbers, texts, st.none() | st.integers(0, 9))
-views = st.builds(View, numbers, st.lists(incarnations, max_size=3).map(tuple), st.none() | incarnations)
+views = st.builds(
+    View,
+    numbers,
+    st.lists(incarnations, max_size=3).map(tuple),
+    st.none() | incarnations,
+    is_strict=st.booleans(),
+)
 st.register_type_strategy(Incarnation, incarnations)
 st.register_type_strategy(View, views)
 st.register_type_strategy(int, numbers)
@@ -303,19 +309,20 @@ MEMBER = "node,disk,host:1,1,"
     "view",
     [
         5,
-        ["1;;"],
+        ["1;;;"],
         "1",
-        ";".join(["1", "", "", *[MEMBER] * (codec.MAX_MEMBERS + 1)]),
-        f"1;;;{MEMBER},",
-        f"1;;;{'n' * 4097},disk,host:1,1,",
-        "1;;;ä,disk,host:1,1,",
-        "1;;;%ff,disk,host:1,1,",
-        *(f"{number};;" for number in ("-1", "1.0", "", "\u0661", "0" * 16 + "1", str((1 << 53) + 1))),
+        "1;lax;;",
+        ";".join(["1", "", "", "", *[MEMBER] * (codec.MAX_MEMBERS + 1)]),
+        f"1;;;;{MEMBER},",
+        f"1;;;;{'n' * 4097},disk,host:1,1,",
+        "1;;;;ä,disk,host:1,1,",
+        "1;;;;%ff,disk,host:1,1,",
+        *(f"{number};;;" for number in ("-1", "1.0", "", "\u0661", "0" * 16 + "1", str((1 << 53) + 1))),
     ],
 )
 def test_text_that_is_no_view_is_refused(view: object) -> None:
     """Each limit holds; what is at the limit is a view."""
-    for text in (f"1;;;{'n' * 4096},disk,host:1,1,", f"{1 << 53};;", f"{'0' * 15}1;;"):
+    for text in (f"1;;;;{'n' * 4096},disk,host:1,1,", f"{1 << 53};;;", f"{'0' * 15}1;;;"):
         codec.decode_view(text, "view")
     with pytest.raises(ProtocolError, match="body: not a view"):
         codec.decode_view(view, "body")
@@ -323,9 +330,9 @@ def test_text_that_is_no_view_is_refused(view: object) -> None:
 
 def test_view_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caches hold few views, and each within a limit."""
-    monkeypatch.setattr(codec, "MAX_CACHED_CHARS", 3)
-    assert codec.decode_view("1;;", "") is codec.decode_view("1;;", "")
-    assert codec.decode_view("10;;", "") is not codec.decode_view("10;;", "")
+    monkeypatch.setattr(codec, "MAX_CACHED_CHARS", 4)
+    assert codec.decode_view("1;;;", "") is codec.decode_view("1;;;", "")
+    assert codec.decode_view("10;;;", "") is not codec.decode_view("10;;;", "")
 
 
 @pytest.mark.parametrize(
@@ -467,7 +474,7 @@ def test_large_view_is_cached() -> None:
     ]
     assert (read, read.leader) == (view, members[3])
     assert codec.decode_view(text + "", "view") is read
-    assert codec.pack_view(View(1, members[1:2], members[1])) == "1;;" + ";".join(
+    assert codec.pack_view(View(1, members[1:2], members[1])) == "1;;;" + ";".join(
         ["node%2C1%3B%25%C3%A9,disk1,[::1]:1,1,1"] * 2
     )
 
@@ -475,7 +482,7 @@ def test_large_view_is_cached() -> None:
 def test_view_caches_are_bounded() -> None:
     """Many different views do not fill the memory."""
     for generation in range(100):
-        codec.decode_view(f"{generation};;a,b,c,1,", "view")
+        codec.decode_view(f"{generation};;;a,b,c,1,", "view")
     assert len(codec._view_cache) <= codec.MAX_CACHED_VIEWS
     assert len(codec._text_cache) <= codec.MAX_CACHED_VIEWS
 
