@@ -50,6 +50,8 @@ TRIGGER_WAIT_S = 15.0
 SLOW_DELAY_S = {"slow": 0.6, "slowish": 0.3}
 """The longest time that a packet takes to or from a slow node."""
 POLL_INTERVAL_S = 0.5
+MANY_CRASHES = 5
+"""After so many generations without progress a node waits for longer than `VIEW_BOUND_S`."""
 MAX_SHOWN = 4
 """Violations shown of one schedule; later ones follow from the first."""
 
@@ -110,6 +112,9 @@ class Simulation:
         self.pending_faults = len(schedule.faults)
         self.busy_until = 0.0
         self.healed = False
+        crashes = Counter(f.nodes for f in schedule.faults if f.kind in ("kill", "power", "leave"))
+        self.crash_loops = {nodes[0] for nodes, count in crashes.items() if count >= MANY_CRASHES}
+        """Nodes that may have to wait as spares at the end: partitions.md says for how long."""
         self.blocked_by_fault: dict[int, set[tuple[str, str]]] = {}
         self.trace: TraceFunction | None = None
 
@@ -419,6 +424,8 @@ class Simulation:
             ]
             is_connected = any(not self.net.lasting_cuts & set(permutations(view, 2)) for view in whole)
             return "" if is_connected else f"no connected view: {', '.join(map(str, alive))}"
+        spares = self.crash_loops - self.checkers.running.keys()
+        alive = [node for node in alive if node.name not in spares]
         live = [self.checkers.running[node.name] for node in alive if node.name in self.checkers.running]
         unfinished = [node for node in alive if node.agent and not node.agent.state.finished_generation]
         wanted = min(len(unfinished), self.settings.max_nodes)

@@ -52,8 +52,9 @@ def draw_conditions(rng: random.Random, job: JobSpec, share: float) -> JobSpec:
         job = replace(job, max_stop_s=(0.02, 2.0, 5.0, 10.0))
     if rng.random() < share:
         job = replace(job, has_new_addresses=True)
-    if rng.random() < share:
-        # A node that leaves waits for two seconds, and each packet of ten may need half of one.
+    if rng.random() < share and not (job.must_continue and len(job.stays_away) > 3):
+        # A node that leaves waits for two seconds, and each packet of ten may need half of one. Of many that
+        # leave one after the other, each leads for a moment: see "What waits".
         job = replace(job, loss=0.02 if job.must_continue else rng.choice((0.02, 0.1)))
     if rng.random() < share:
         timeout_s = 10.0 if job.loss else rng.choice((1.0, 10.0))
