@@ -28,7 +28,7 @@ from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.slow_rank import SlowRankReporter
-from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
+from elastic_resume.agent.snapshots import SnapshotService, emit_divergence, serve_snapshots
 from elastic_resume.agent.status_reporter import EventTail, StatusReporter, StatusSampler
 from elastic_resume.agent.workers.forkserver_manager import (
     ForkServerManager,
@@ -272,7 +272,7 @@ class _Agent:
                     client.begin_preparation()
                     fork_server.call_when_ready(client.finish_preparation)
                 self._serve_metrics(client.address)
-                snapshots.start_replica_comparison(client, self.event_log.emit)
+                snapshots.start_replica_comparison(client)
                 try:
                     torchelastic.run_workers(spec, self.controller, session)
                 except torchelastic.StoppedError as stop:
@@ -282,6 +282,7 @@ class _Agent:
                 finally:
                     end = client.job_end
                     self.controller.record_failures(end.failures if end else ())
+                    emit_divergence(end and end.reason, self.event_log.emit)
                 reason = end.reason if end else JobFinished()
                 return _Outcome("done", constants.EXIT_SUCCESS, f"{describe(reason)}.", reason)
         except torchelastic.StoppedError as stop:

@@ -29,12 +29,12 @@ from elastic_resume.agent.restart_log import RestartLog
 from elastic_resume.agent.status_reporter import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
+from elastic_resume.mechanisms.standbys.start_cost import StartCost, find_start_cost
 from elastic_resume.policy import checkpoint_interval, failure_classification, restart
 from elastic_resume.policy.failure_classification import Failure, FailureVerdict, separate_root_causes
 from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.restart import Continue, Exclude, GaveUp, GenerationResult, GiveUp
-from elastic_resume.policy.start_cost import StartCost, find_start_cost
 from elastic_resume.policy.wording import describe, format_node_names
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, read_records

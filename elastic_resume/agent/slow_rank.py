@@ -1,6 +1,6 @@
 """Send the own times of this node's ranks to the leader, and report a rank of this node that it names.
 
-The leader compares the ranks of all nodes (`policy.slow_ranks`). Nothing else follows: no rank is stopped.
+The leader compares the ranks of all nodes (`mechanisms.slow_ranks`). Nothing else follows: no rank is stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 from elastic_resume import constants, gpus
 from elastic_resume.events import Event
+from elastic_resume.mechanisms.mechanism import decode_body, encode_body
+from elastic_resume.mechanisms.slow_ranks.judge import OWN_TIMES, OwnTimes, SlowRank
 from elastic_resume.policy.wording import describe_slow_rank
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.report.agent_status import SlowRankStatus
@@ -52,9 +54,11 @@ class SlowRankReporter:
             record.local_rank: record for record in records if record.worker.assigned_generation == generation
         }
         times_us = {local_rank: record.own_time_us for local_rank, record in running.items()}
-        client.send_own_times(generation, tuple(times_us.get(i, 0) for i in range(self._local_world_size)))
-        slow, status = client.slow_rank, None
-        if slow and (slow.generation, slow.node) == (generation, client.node) and slow.local_rank in running:
+        own_times = OwnTimes(tuple(times_us.get(i, 0) for i in range(self._local_world_size)))
+        client.send_fact(OWN_TIMES.name, generation, encode_body(own_times))
+        verdict, status = client.verdicts.get(OWN_TIMES.name), None
+        slow = decode_body(SlowRank, verdict.body) if verdict and verdict.generation == generation else None
+        if slow and slow.node == client.node and slow.local_rank in running:
             rank = running[slow.local_rank].worker.rank
             gpu = self._gpus.get(rank, "")
             load = gpus.describe_load(gpu) if gpu else ""

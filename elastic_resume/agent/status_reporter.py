@@ -26,7 +26,7 @@ from pathlib import Path
 from elastic_resume import constants
 from elastic_resume.agent.slow_rank import SlowRankReporter
 from elastic_resume.events import Event, age_s, get_count, get_seconds, parse_line
-from elastic_resume.policy.start_cost import find_start_cost
+from elastic_resume.mechanisms.standbys.start_cost import find_start_cost, send_start_cost
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.world import View
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
@@ -286,7 +286,7 @@ class StatusReporter:
             self._slow_ranks.record_event(event)
         cost = find_start_cost(events)
         if cost is not None:
-            self._client.send_start_cost(cost)
+            send_start_cost(self._client, cost)
         status = replace(self._sampler.sample(), slow_rank=self._slow_ranks.update(self._client))
         self._sample = (time.monotonic(), status)
 

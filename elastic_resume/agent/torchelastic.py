@@ -56,6 +56,8 @@ from elastic_resume.errors import (
     NodeExcludedError,
     RendezvousLostError,
 )
+from elastic_resume.mechanisms.registry import TOPICS
+from elastic_resume.mechanisms.standbys.start_cost import read_start_cost, send_start_cost
 from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
 from elastic_resume.policy.restart import GenerationReport
@@ -165,7 +167,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         last_world, view_end = self._world, self._client.view_end
         newest_step, start_cost = 0, self._controller.find_start_cost()
         if start_cost is not None:
-            self._client.send_start_cost(start_cost)
+            send_start_cost(self._client, start_cost)
         if last_world is not None:
             summary = self._report_failure(last_world)
             newest_step = summary.newest_step
@@ -182,9 +184,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
             script=self._script,
             arguments=self._arguments,
         )
-        self._standby.start_missing(start_cost or self._client.start_cost)
+        self._standby.start_missing(start_cost or read_start_cost(self._client))
         try:
-            world = self._client.join(join_spec, lambda: self._standby.start_missing(self._client.start_cost))
+            world = self._client.join(
+                join_spec, lambda: self._standby.start_missing(read_start_cost(self._client))
+            )
         except JobCompleted:
             raise SystemExit(0) from None
         self._standby.wait_for_supervisors(lambda: self._client.restart_requested)
@@ -357,6 +361,7 @@ def open_rendezvous(
         max_generation=node_dir.read_generation_of_run() if is_first else node_dir.read_generation(),
         lease=lease_page,
         on_log=on_log,
+        topics=TOPICS,
         render_status=status_reporter.render_status,
     )
     client.start()

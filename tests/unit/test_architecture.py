@@ -28,6 +28,7 @@ LAYERS = """
     slots
     rendezvous
     state data
+    mechanisms
     ranks
     proof
     restore capture
@@ -44,7 +45,7 @@ MAY_IMPORT_TORCH = (
     "agent/torchelastic.py",
     "agent/workers/forkserver.py",
 )
-PURE = ("policy/", "rendezvous/core/", "rendezvous/replica_comparison")
+PURE = re.compile(r"policy/|rendezvous/core/|mechanisms/\w+/judge")
 IMPURE = frozenset(
     ["time", "os", "io", "socket", "asyncio", "random", "subprocess", "threading", "pathlib", "secrets"]
 )
@@ -166,7 +167,7 @@ def test_only_one_module_imports_torchelastic(modules: list[Module]) -> None:
 
 def test_decisions_are_pure(modules: list[Module]) -> None:
     """No clock, file, socket, process or random number in policy and in the core of the rendezvous."""
-    pure = [module for module in modules if module.path.startswith(PURE)]
+    pure = [module for module in modules if PURE.match(module.path)]
     assert pure
     assert {m.path: impure for m in pure if (impure := {n.split(".")[0] for n in m.imports} & IMPURE)} == {}
 
@@ -217,12 +218,15 @@ def test_no_identifier_or_message_uses_retired_word(modules: list[Module]) -> No
 
 
 def test_names_of_modules_and_classes_are_unique(modules: list[Module]) -> None:
-    """A reader who meets a name has one place to look. Lightning has two packages with equal names."""
+    """A reader who meets a name has one place to look. Lightning has two packages with equal names.
+
+    The packages of mechanisms have the same shape, so the same names of modules.
+    """
     places: dict[str, list[str]] = {}
     for module in modules:
         stem = module.path.rsplit("/")[-1]
         classes = [node.name for node in ast.parse(module.text).body if isinstance(node, ast.ClassDef)]
-        for name in classes if module.path.startswith("integrations/") else [*classes, stem]:
+        for name in classes if module.path.startswith(("integrations/", "mechanisms/")) else [*classes, stem]:
             places.setdefault(name, []).append(module.path)
     repeated = {
         name: paths

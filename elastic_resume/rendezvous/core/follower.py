@@ -65,6 +65,7 @@ class Follower(Role):
         state.voter.mark_former_ended(self.leader)
         state.voter.note_leader_link(self.leader, link)
         state.voter.note_leader(self.leader)
+        state.outbox.renew()
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
         """Handle one message. Those of other nodes are answered, and may name another leader."""
@@ -130,8 +131,12 @@ class Follower(Role):
             state.start_workers(state.view, message, lease_until)
 
     def _handle_heartbeat(self, _: Link, message: messages.Heartbeat) -> None:
-        self.state.slow_rank = message.slow_rank
-        self.state.start_cost = message.start_cost or self.state.start_cost
+        state = self.state
+        # A leader that knows less may follow one that has found something about the whole job.
+        kept = {topic: fact for topic, fact in state.verdicts.items() if not fact.generation}
+        verdicts = kept | {fact.topic: fact for fact in message.facts}
+        if verdicts != state.verdicts:
+            state.verdicts = verdicts
 
     def _handle_waiting(self, _: Link, message: messages.Waiting) -> None:
         self.wait_reason = message.reason
@@ -182,6 +187,7 @@ class Follower(Role):
             self.state.voter.leader_links[self.leader] = link
             self.state.adopt_view(message.view, self.leader)
             self.state.voter.note_leader(self.leader)
+            self.state.outbox.renew()
             self.send_reports()
         elif isinstance(message, JobEnd):
             self.state.learn_end(message)
@@ -269,8 +275,7 @@ class Follower(Role):
         if self.proposal and not state.voter.is_voter and not self.has_acknowledged:
             self._acknowledge(self.proposal.ballot)
         if state.now >= self.next_heartbeat_at:
-            state.send(self.link, messages.Heartbeat(state.digests.take(), state.own_times))
-            state.own_times = None
+            state.send(self.link, messages.Heartbeat(state.outbox.take()))
             self.next_heartbeat_at = state.now + state.settings.heartbeat_interval_s
 
     def _vote(self, request: messages.RequestVote) -> None:
@@ -353,7 +358,6 @@ class Follower(Role):
         messages.Decided: lambda self, _, decided: self._adopt(decided.view),
         messages.EndView: lambda self, _, end: self.state.stop_workers(end.reason),
         messages.Waiting: _handle_waiting,
-        messages.ReplicasDiverged: lambda self, _, report: self.state.effects.append(report),
         messages.Redirect: _handle_redirect,
         messages.Refused: _handle_refusal,
         messages.LeaveNotice: _handle_leave_notice,

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from elastic_resume.policy.digests import DivergenceVerdict
-from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.reasons import (
     DepartureReason,
     Loss,
@@ -22,17 +20,14 @@ from elastic_resume.policy.reasons import (
     WorkersStopped,
     name_nodes,
 )
-from elastic_resume.policy.restart import ReplicasDiffer
-from elastic_resume.policy.slow_ranks import SlowRank, find_slow_rank
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.admission import Admission
+from elastic_resume.rendezvous.core.facts import Fact, FactBoard, Scope
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
-from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
 
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""
@@ -51,12 +46,10 @@ class Leader(Role):
         """Nodes that were welcomed on a connection and have not replied on it, and the newest view then."""
         self.view_change = ViewChange(state, self.peers)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
-        self.replicas = ReplicaComparison(state.settings.node_timeout_s)
-        self.own_times: dict[str, messages.OwnTimes] = {}
-        """The newest of each node, by its name."""
-        self.last_comparison: SlowRank | None = None
-        """The rank that was slow in the last comparison of own times; perhaps not named yet."""
-        self.heartbeat = messages.Heartbeat(start_cost=state.start_cost)  # shared, so that it is encoded once
+        scope = Scope(0, (), state.incarnation.node, state.settings.node_timeout_s)
+        self.board = FactBoard(state.settings.topics, state.verdicts, scope)
+        self.heartbeat = messages.Heartbeat(tuple(self.board.verdicts.values()))
+        """Shared by all followers, so that it is encoded once."""
         self.admission = Admission(
             state, self.peers, self._remove_peer, lambda: self.running_view is not None
         )
@@ -67,6 +60,7 @@ class Leader(Role):
         self.seen_durable_version = 0
         self.next_scan_at = state.now
         self.next_probe_at = state.now
+        state.outbox.renew()
         self.finished_generation = 0
         """The newest generation in which a node has finished."""
         state.emit_event("leading")
@@ -89,10 +83,6 @@ class Leader(Role):
             len(view.members) if rank is None else rank,
             view.history if view.members else "",
         )
-
-    def _make_heartbeat(self) -> messages.Heartbeat:
-        """Return the heartbeat for all followers."""
-        return messages.Heartbeat(slow_rank=self.state.slow_rank, start_cost=self.state.start_cost)
 
     def _send(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
@@ -124,9 +114,8 @@ class Leader(Role):
 
     def _handle_heartbeat(self, peer: Peer, message: messages.Heartbeat) -> None:
         self._send(peer, self.heartbeat)
-        self._compare_digest(peer.incarnation, message.state_digest)
-        if message.own_times:
-            self.own_times[peer.incarnation.node] = message.own_times
+        if message.facts:
+            self._add_facts(peer.incarnation, message.facts)
 
     def _handle_join(self, peer: Peer, message: messages.JoinRequest) -> None:
         peer.join, peer.running_generation = message.join, 0
@@ -371,7 +360,7 @@ class Leader(Role):
             if peer.running_generation == view.generation and peer.disconnected_at is None:
                 self._send(peer, message)
         self.running_view = None
-        self.replicas.reset()
+        self.board.end_view()
         self.state.stop_workers(reason, immediately=immediately)
         self.view_change.began_at = self.state.now
         self.view_change.reevaluate()
@@ -401,10 +390,10 @@ class Leader(Role):
         if state.now >= self.next_scan_at:
             self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
-            self._compare_digest(state.incarnation, state.digests.take())
-        verdict = self.replicas.find_verdict(state.now)
-        if verdict and self.running_view:
-            self._report_divergence(self.running_view, verdict)
+            self._add_facts(state.incarnation, state.outbox.take())
+            self._judge_facts(is_due=True)
+        else:
+            self._judge_facts()
         self._probe_disconnected()
         self.discovery.advance()
         if self.view_change.end is None and (state.job_failure or self._is_job_finished()):
@@ -419,43 +408,19 @@ class Leader(Role):
                 state.backoff.note_newcomers(state.now)
                 self.end_view(ViewEnd.NEWCOMERS)
 
-    def _compare_digest(self, node: Incarnation, digest: messages.StateDigest | None) -> None:
-        view = self.running_view
-        if digest and view and digest.generation == view.generation and view.rank(node) is not None:
-            self.replicas.add(node, digest, self.state.now)
+    def _add_facts(self, node: Incarnation, facts: tuple[Fact, ...]) -> None:
+        self.board.add(node.node, facts, self.state.now, is_member=self._runs_on(node))
 
-    def _compare_own_times(self, _: None, own: messages.OwnTimes) -> None:
-        """Look for a slow rank. This node's own times come once a second, so this is often enough."""
-        state, view = self.state, self.running_view
-        self.own_times[state.incarnation.node] = own
-        generation, members = (view.generation, view.members) if view else (0, ())
-        times_us = {
-            member.node: known.times_us
-            for member in members
-            if (known := self.own_times.get(member.node)) and known.generation == generation
-        }
-        is_complete = len(times_us) == len(members)
-        slow = find_slow_rank(generation, times_us, self.last_comparison) if is_complete else None
-        self.last_comparison = slow
-        state.slow_rank = slow if slow and slow.is_named else None
-        self.heartbeat = self._make_heartbeat()
-
-    def _handle_own_start_cost(self, *_: object) -> None:
-        self.heartbeat = self._make_heartbeat()
-
-    def _report_divergence(self, view: View, verdict: DivergenceVerdict) -> None:
-        """Report to every member that replicas differ, and end the job."""
-        state, report = self.state, messages.ReplicasDiverged(view.generation, verdict)
-        for peer in self.peers:
-            if peer.disconnected_at is None:
-                self._send(peer, report)
-        state.effects.append(report)
-        # Recorded as a failure of each wrong node, so that it is the root cause of the job's end.
-        for member in view.members:
-            if member.node in verdict.diverged:
-                failure = Failure(DIVERGENCE, member.node, None, step=verdict.step)
-                state.record_failure_report(member, messages.FailureReport(view.generation, failure))
-        state.job_failure = ReplicasDiffer(verdict)
+    def _judge_facts(self, *, is_due: bool = False) -> None:
+        """Do what the verdicts ask for, and send them with the next heartbeats."""
+        state = self.state
+        for verdict in self.board.judge(state.now, is_due=is_due):
+            for failure in verdict.root_causes:
+                state.failure_log.record(state.failed_generation, failure)
+            state.job_failure = verdict.job_failure or state.job_failure
+        if state.verdicts is not self.board.verdicts:
+            state.verdicts = self.board.verdicts
+            self.heartbeat = messages.Heartbeat(tuple(state.verdicts.values()))
 
     def _lacks_quorum(self) -> bool:
         """Return whether others should lead: nodes that this one cannot reach may follow them."""
@@ -575,7 +540,7 @@ class Leader(Role):
         self.running_view, state.started_generation = view, view.generation
         state.backoff.note_start(state.now, start.newest_step)
         self.view_change.handle_view_started(view)
-        self.replicas.reset(view.members)
+        self.board.start_view(view.generation, tuple(member.node for member in view.members))
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
@@ -717,8 +682,6 @@ class Leader(Role):
     _OWN_HANDLERS: ClassVar[Handlers] = {
         messages.JoinRequest: _handle_own_join,
         messages.Preparation: _handle_own_preparation,
-        messages.OwnTimes: _compare_own_times,
-        StartCost: _handle_own_start_cost,
         messages.UnreachablePeers: lambda self, _, report: self._note_unreachable(
             self.state.incarnation, report
         ),

@@ -22,8 +22,8 @@ from elastic_resume.policy.reasons import (
     ViewEnd,
     WorkersStopped,
 )
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
+from elastic_resume.rendezvous.core.facts import Fact
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.peers import Link
@@ -158,19 +158,6 @@ class RendezvousNode:
         self.state.stop_workers(ViewEnd.JOB_OVER)
         self.role.handle_own(event)
 
-    def _handle_digest(self, event: messages.StateDigest) -> None:
-        view = self.state.running_view or self.state.last_view
-        if view and event.generation == view.generation:
-            self.state.digests.add(event)
-
-    def _handle_own_times(self, event: messages.OwnTimes) -> None:
-        self.state.own_times = event
-        self.role.handle_own(event)
-
-    def _handle_start_cost(self, event: StartCost) -> None:
-        self.state.start_cost = event
-        self.role.handle_own(event)
-
     def _handle_leave(self, event: interface.Leave) -> None:
         """Vote for a view without this node before it leaves, if others are here."""
         state = self.state
@@ -295,9 +282,7 @@ class RendezvousNode:
         messages.FailureReport: _handle_failure_report,
         messages.UnreachablePeers: _handle_unreachable_peers,
         messages.FailJob: _handle_fail_job,
-        messages.StateDigest: _handle_digest,
-        messages.OwnTimes: _handle_own_times,
-        StartCost: _handle_start_cost,
+        Fact: lambda self, fact: self.state.outbox.add(fact),
         interface.WorkersFinished: _handle_workers_finished,
         interface.Leave: _handle_leave,
     }

@@ -20,10 +20,9 @@ from elastic_resume.policy.reasons import (
     ViewEndOf,
 )
 from elastic_resume.policy.restart import JobFailure
-from elastic_resume.policy.slow_ranks import SlowRank
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.backoff import Backoff
+from elastic_resume.rendezvous.core.facts import Fact, FactOutbox
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
 from elastic_resume.rendezvous.core.world import (
@@ -31,7 +30,6 @@ from elastic_resume.rendezvous.core.world import (
     JobEnd,
     View,
 )
-from elastic_resume.rendezvous.replica_comparison import DigestQueue
 
 MAX_CANDIDATES_NAMED = 5
 """Candidates named in one message."""
@@ -112,13 +110,9 @@ class NodeState:
         """The failure of a worker of this node, to be reported."""
         self.unreachable_peers: messages.UnreachablePeers | None = None
         """The members that this node cannot reach, to be reported."""
-        self.digests = DigestQueue()
-        self.own_times: messages.OwnTimes | None = None
-        """Those of this node's ranks, to be sent."""
-        self.slow_rank: SlowRank | None = None
-        """The slow rank of the running view, as the leader has named it."""
-        self.start_cost: StartCost | None = None
-        """That of the job's workers, as this node or its leader has measured it last."""
+        self.outbox = FactOutbox(settings.topics)
+        self.verdicts: dict[str, Fact] = {}
+        """The leader's newest verdict of each topic. Replaced by another dictionary when one changes."""
         self.lease_until = NEVER
         self.unreachable: set[Incarnation] = set()
         self.terms_without_quorum = 0

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from elastic_resume.policy.digests import Digest
+from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.registry import TOPICS
+from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
+from elastic_resume.mechanisms.slow_ranks.judge import OWN_TIMES, OwnTimes
 from elastic_resume.policy.failure_classification import SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import NodeLost, Signalled
 from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.core import interface, messages
+from elastic_resume.rendezvous.core.facts import Fact
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
@@ -50,7 +55,7 @@ class SimulatedNode(Host):
     ) -> None:
         self.name = self.node_name = self.address = name
         """Its host name, and the name that its agent says. By mistake two machines may have the same."""
-        self.settings = settings
+        self.settings = replace(settings, topics=TOPICS)
         self.net = net
         self.clock = net.clock
         self.rng = net.rng
@@ -87,7 +92,6 @@ class SimulatedNode(Host):
         """How the agent's part in the job has ended."""
         self.stays_ended = False
         """Do not start an agent again once the job has ended here."""
-        self.divergences: list[messages.ReplicasDiverged] = []
         self.exited_at = float("-inf")
         self.linger_s = float("inf")
         self.planned_crash = ""
@@ -381,11 +385,15 @@ class SimulatedNode(Host):
         """Deliver the digest of its state after a step."""
         if self.agent and self.agent.state.last_view:
             generation = self.agent.state.last_view.generation
-            self._handle_event(messages.StateDigest(generation, step, Digest(_hash_text(state))))
+            self.send_fact(DIGESTS.name, generation, StateDigest(step, _hash_text(state)))
 
     def send_own_times(self, generation: int, *times_us: int) -> None:
         """Deliver the own times of its workers."""
-        self._handle_event(messages.OwnTimes(generation, times_us))
+        self.send_fact(OWN_TIMES.name, generation, OwnTimes(times_us))
+
+    def send_fact(self, topic: str, generation: int, value: object) -> None:
+        """Deliver a fact that this node sends to its leader."""
+        self._handle_event(Fact(topic, generation, encode_body(value)))
 
     def finish(self) -> None:
         """Let every worker of this node succeed."""
@@ -510,8 +518,6 @@ class SimulatedNode(Host):
                 self._on_workers_stopped,
                 self.incarnation_id,
             )
-        elif isinstance(effect, messages.ReplicasDiverged):
-            self.divergences.append(effect)
         elif isinstance(effect, (interface.EndJob, interface.EndMembership)):
             self._end_participation(effect)
         elif not isinstance(effect, interface.EmitEvent):

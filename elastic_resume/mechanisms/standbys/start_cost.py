@@ -9,6 +9,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from elastic_resume.events import Event, get_count, get_seconds
+from elastic_resume.mechanisms.mechanism import decode_body, encode_body
+from elastic_resume.rendezvous.client import RendezvousClient
+from elastic_resume.rendezvous.core.facts import FactBody, Judgment, Scope, Topic
 
 STANDBY_AFTER_S = 2.0  # a change of the world that takes the node in costs the others less than this
 
@@ -20,6 +23,39 @@ class StartCost:
     start_s: float
     state_bytes: int = 0
     """The size of its training state; 0 if it is unknown."""
+
+
+class StartCostJudge:
+    """Passes on what the leader's own workers have needed; before, what the last leader has passed on."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._leader, self._body = scope.leader, scope.last_body
+
+    def add(self, node: str, body: FactBody, now: float) -> None:
+        """Keep the newest cost of the leader's node."""
+        del now
+        decode_body(StartCost, body)
+        if node == self._leader:
+            self._body = body
+
+    def judge(self, now: float) -> Judgment:
+        """Return the cost, if it is known."""
+        del now
+        return Judgment(self._body)
+
+
+START_COST = Topic("start-cost", StartCostJudge, is_of_job=True)
+
+
+def send_start_cost(client: RendezvousClient, cost: StartCost) -> None:
+    """Send what this node's workers have needed to start; a leader passes it on to all nodes."""
+    client.send_fact(START_COST.name, 0, encode_body(cost))
+
+
+def read_start_cost(client: RendezvousClient) -> StartCost | None:
+    """Return what the leader has passed on last."""
+    verdict = client.verdicts.get(START_COST.name)
+    return decode_body(StartCost, verdict.body) if verdict else None
 
 
 def find_start_cost(events: Iterable[Event]) -> StartCost | None:
