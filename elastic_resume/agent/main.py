@@ -27,7 +27,6 @@ from elastic_resume.agent.gpu_monitor import GpuMonitor
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
-from elastic_resume.agent.slow_rank import SlowRankReporter
 from elastic_resume.agent.snapshots import SnapshotService, emit_divergence, serve_snapshots
 from elastic_resume.agent.status_reporter import EventTail, StatusReporter, StatusSampler
 from elastic_resume.agent.workers.forkserver_manager import (
@@ -40,6 +39,7 @@ from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
 from elastic_resume.events import EventLog
+from elastic_resume.mechanisms.registry import make_agent_parts
 from elastic_resume.policy import restart
 from elastic_resume.policy.reasons import ErrorRaised, JobFinished, Signalled, to_json
 from elastic_resume.policy.wording import describe, describe_memory
@@ -250,10 +250,8 @@ class _Agent:
                 committer.last_error or describe_memory(self.memory_monitor.read_pressure())
             ),
         )
-        slow_ranks = SlowRankReporter(
-            self.node_dir.path, self.spec.config.nproc_per_node, self.event_log.emit
-        )
-        return StatusReporter(self.node_dir.path, sampler, slow_ranks, self.event_tail)
+        parts = make_agent_parts(self.node_dir.path, self.spec.config.nproc_per_node, self.event_log.emit)
+        return StatusReporter(self.node_dir.path, sampler, parts, self.event_tail)
 
     def _run_job(self, snapshots: SnapshotService, fork_server: ForkServerManager | None) -> _Outcome:
         """Join the rendezvous, run workers until the job ends, and map errors to an outcome."""

@@ -25,10 +25,10 @@ from elastic_resume.policy.reasons import DepartureReason, JobFinished, NodeRefu
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.core import interface, messages
-from elastic_resume.rendezvous.core.facts import MAX_BODY_CHARS, Fact, FactBody, Topic
 from elastic_resume.rendezvous.core.node import LEAVE_TIMEOUT_S, RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
+from elastic_resume.rendezvous.facts import MAX_BODY_CHARS, Fact, FactBody, Topic
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus

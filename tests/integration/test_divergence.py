@@ -15,7 +15,7 @@ from elastic_resume.config import Settings
 from elastic_resume.mechanisms.mechanism import decode_body
 from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
 from elastic_resume.policy.checkpoint_interval import AUTO
-from elastic_resume.rendezvous.core.facts import FactBody
+from elastic_resume.rendezvous.facts import FactBody
 from elastic_resume.slots.ipc import SnapshotClient
 from elastic_resume.testing import Cluster
 from tests.support.rendezvous_nodes import wait_until

@@ -44,8 +44,10 @@ MAY_IMPORT_TORCH = (
     *(f"{package}/" for package in sorted(WORKER_PACKAGES)),
     "agent/torchelastic.py",
     "agent/workers/forkserver.py",
+    "mechanisms/slow_ranks/own_time.py",
+    "mechanisms/mechanism.py",  # for types only
 )
-PURE = re.compile(r"policy/|rendezvous/core/|mechanisms/\w+/judge")
+PURE = re.compile(r"policy/|rendezvous/core/|rendezvous/facts|mechanisms/\w+/judge")
 IMPURE = frozenset(
     ["time", "os", "io", "socket", "asyncio", "random", "subprocess", "threading", "pathlib", "secrets"]
 )

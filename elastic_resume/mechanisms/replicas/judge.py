@@ -22,7 +22,7 @@ from elastic_resume.policy.digests import (
 )
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.restart import ReplicasDiffer
-from elastic_resume.rendezvous.core.facts import FactBody, Judgment, Scope, Topic
+from elastic_resume.rendezvous.facts import FactBody, Judgment, Scope, Topic
 
 MAX_STEPS_KEPT = 64  # steps without digests of all members: 20 s with a heartbeat every 0.3 s
 MAJORITY_NODE_TIMEOUTS = 20  # wait this long for a step that shows which node is wrong: one minute

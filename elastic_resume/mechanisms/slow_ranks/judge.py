@@ -1,4 +1,4 @@
-"""Find the rank for which all others wait, from the own times of a view's ranks (`training.own_time`)."""
+"""Find the rank for which all others wait, from the own times of a view's ranks (`own_time`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
-from elastic_resume.rendezvous.core.facts import FactBody, Judgment, Scope, Topic
+from elastic_resume.rendezvous.facts import FactBody, Judgment, Scope, Topic
 
 SLOW_FACTOR = 1.3
 END_FACTOR = 1.15  # lower, so that a rank near the limit is not named again and again

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from elastic_resume.events import Event, get_count, get_seconds
-from elastic_resume.mechanisms.mechanism import decode_body, encode_body
-from elastic_resume.rendezvous.client import RendezvousClient
-from elastic_resume.rendezvous.core.facts import FactBody, Judgment, Scope, Topic
+from elastic_resume.mechanisms.mechanism import AgentPart, decode_body, encode_body
+from elastic_resume.rendezvous.facts import FactBody, Judgment, Scope, Topic
+
+if TYPE_CHECKING:
+    from elastic_resume.rendezvous.client import RendezvousClient
 
 STANDBY_AFTER_S = 2.0  # a change of the world that takes the node in costs the others less than this
 
@@ -45,6 +48,24 @@ class StartCostJudge:
 
 
 START_COST = Topic("start-cost", StartCostJudge, is_of_job=True)
+
+
+class StartCostReporter(AgentPart):
+    """Sends what the workers that start on this node have needed."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def handle_event(self, event: Event) -> None:
+        """Keep the event of a worker that can keep its process."""
+        self._events.append(event)
+
+    def update(self, client: RendezvousClient) -> None:
+        """Send the greatest cost among the new events."""
+        cost = find_start_cost(self._events)
+        self._events = []
+        if cost is not None:
+            send_start_cost(client, cost)
 
 
 def send_start_cost(client: RendezvousClient, cost: StartCost) -> None:

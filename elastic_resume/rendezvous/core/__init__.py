@@ -62,7 +62,7 @@ Two followers may be unable to reach each other. Then a node reports `Unreachabl
 the next one leaves out one of the two. It remains a follower, and joins once it reports that it reaches all.
 
 Heartbeats carry facts of the nodes, and the leader's verdicts about them, which the core does not read: see
-`facts`. They change no membership; a verdict may fail the job.
+`rendezvous/facts.py`. They change no membership; a verdict may fail the job.
 
 Limits. A node that finished and cannot reach a quorum waits for the join timeout. After a machine is
 suspended, its workers may run 50 ms before their supervisor checks the lease.

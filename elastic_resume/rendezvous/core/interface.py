@@ -22,7 +22,6 @@ from elastic_resume.policy.reasons import (
     WaitReason,
 )
 from elastic_resume.policy.restart import JobFailure
-from elastic_resume.rendezvous.core.facts import Fact, Topic
 from elastic_resume.rendezvous.core.messages import (
     FailJob,
     FailureReport,
@@ -33,6 +32,7 @@ from elastic_resume.rendezvous.core.messages import (
     UnreachablePeers,
 )
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
+from elastic_resume.rendezvous.facts import Fact, Topic
 
 UNCROWDED_NODES = 64
 """A leader answers so many nodes before any call times out."""

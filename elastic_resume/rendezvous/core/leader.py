@@ -22,12 +22,12 @@ from elastic_resume.policy.reasons import (
 )
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.admission import Admission
-from elastic_resume.rendezvous.core.facts import Fact, FactBoard, Scope
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
+from elastic_resume.rendezvous.facts import Fact, FactBoard, Scope
 
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import DepartureReason, NodeArguments, Refusal, ViewEndReason, WaitReason
 from elastic_resume.policy.restart import JobFailure
-from elastic_resume.rendezvous.core.facts import Fact
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
+from elastic_resume.rendezvous.facts import Fact
 
 
 @dataclass(frozen=True, slots=True)

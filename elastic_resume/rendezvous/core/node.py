@@ -23,13 +23,13 @@ from elastic_resume.policy.reasons import (
     WorkersStopped,
 )
 from elastic_resume.rendezvous.core import interface, messages
-from elastic_resume.rendezvous.core.facts import Fact
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.searcher import Searcher
 from elastic_resume.rendezvous.core.state import Lead, Left, NextRole, NodeState, Role, Search
 from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, View
+from elastic_resume.rendezvous.facts import Fact
 
 LEAVE_TIMEOUT_S = 2.0
 """How long a node that leaves waits for the decision of a view without it."""

@@ -22,7 +22,6 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.backoff import Backoff
-from elastic_resume.rendezvous.core.facts import Fact, FactOutbox
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
 from elastic_resume.rendezvous.core.world import (
@@ -30,6 +29,7 @@ from elastic_resume.rendezvous.core.world import (
     JobEnd,
     View,
 )
+from elastic_resume.rendezvous.facts import Fact, FactOutbox
 
 MAX_CANDIDATES_NAMED = 5
 """Candidates named in one message."""

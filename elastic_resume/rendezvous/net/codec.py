@@ -21,8 +21,8 @@ from enum import Enum
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from elastic_resume.rendezvous.core.facts import MAX_BODY_CHARS, FactBody
 from elastic_resume.rendezvous.core.world import Incarnation, View
+from elastic_resume.rendezvous.facts import MAX_BODY_CHARS, FactBody
 
 MAX_MEMBERS = 100_000
 MAX_CACHED_VIEWS = 16

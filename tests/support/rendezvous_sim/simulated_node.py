@@ -19,10 +19,10 @@ from elastic_resume.policy.failure_classification import SIGNAL, Failure, Worker
 from elastic_resume.policy.reasons import NodeLost, Signalled
 from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.core import interface, messages
-from elastic_resume.rendezvous.core.facts import Fact
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
+from elastic_resume.rendezvous.facts import Fact
 from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, InvariantChecker
 from tests.support.rendezvous_sim.network import (
     MAX_STEPS_PER_NODE,

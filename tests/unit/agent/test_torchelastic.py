@@ -20,10 +20,10 @@ from elastic_resume.errors import NodeFileError
 from elastic_resume.mechanisms.mechanism import encode_body
 from elastic_resume.mechanisms.standbys.start_cost import START_COST, StartCost
 from elastic_resume.policy.restart import GaveUp, GenerationReport, RestartsExhausted
-from elastic_resume.rendezvous.core.facts import Fact
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.messages import FailJob, Header
 from elastic_resume.rendezvous.core.world import Incarnation
+from elastic_resume.rendezvous.facts import Fact
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.schedulers import environment
 from tests.unit.schedulers.test_environment import MINIMUM, OPERATOR, POD, SKYPILOT, STEP, TRAINER

@@ -18,10 +18,10 @@ from elastic_resume.mechanisms.replicas.judge import (
 )
 from elastic_resume.policy.digests import Digest, DivergenceVerdict, is_digest_due
 from elastic_resume.policy.restart import ReplicasDiffer
-from elastic_resume.rendezvous.core.facts import Fact, FactOutbox, Scope
 from elastic_resume.rendezvous.core.interface import RendezvousSettings, Send
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat
+from elastic_resume.rendezvous.facts import Fact, FactOutbox, Scope
 from tests.support.rendezvous_sim.invariants import InvariantChecker
 from tests.support.rendezvous_sim.network import Clock, Network
 from tests.support.rendezvous_sim.scenario import Scenario

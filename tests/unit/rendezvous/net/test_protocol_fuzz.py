@@ -18,7 +18,6 @@ from elastic_resume.constants import MAX_NODES
 from elastic_resume.mechanisms.registry import TOPICS
 from elastic_resume.policy.failure_classification import MAX_FAILURES, Failure
 from elastic_resume.policy.reasons import WorkersRunning
-from elastic_resume.rendezvous.core.facts import MAX_BODY_CHARS, Fact, FactBody
 from elastic_resume.rendezvous.core.interface import (
     Event,
     MessageReceived,
@@ -43,6 +42,7 @@ from elastic_resume.rendezvous.core.messages import (
 )
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View, Vote
+from elastic_resume.rendezvous.facts import MAX_BODY_CHARS, Fact, FactBody
 from elastic_resume.rendezvous.net import codec, protocol
 from elastic_resume.rendezvous.net.protocol import LineReader, ProtocolError
 
