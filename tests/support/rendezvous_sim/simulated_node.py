@@ -14,7 +14,6 @@ from typing import Any
 from elastic_resume.mechanisms.mechanism import encode_body
 from elastic_resume.mechanisms.registry import TOPICS
 from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
-from elastic_resume.mechanisms.slow_ranks.judge import OWN_TIMES, OwnTimes
 from elastic_resume.policy.failure_classification import SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import NodeLost, Signalled
 from elastic_resume.policy.restart import GaveUp, NoProgress
@@ -386,10 +385,6 @@ class SimulatedNode(Host):
         if self.agent and self.agent.state.last_view:
             generation = self.agent.state.last_view.generation
             self.send_fact(DIGESTS.name, generation, StateDigest(step, _hash_text(state)))
-
-    def send_own_times(self, generation: int, *times_us: int) -> None:
-        """Deliver the own times of its workers."""
-        self.send_fact(OWN_TIMES.name, generation, OwnTimes(times_us))
 
     def send_fact(self, topic: str, generation: int, value: object) -> None:
         """Deliver a fact that this node sends to its leader."""

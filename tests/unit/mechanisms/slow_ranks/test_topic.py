@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_resume.mechanisms.mechanism import decode_body
-from elastic_resume.mechanisms.slow_ranks.judge import MIN_COMPARISONS, OWN_TIMES, SlowRank
+from elastic_resume.mechanisms.slow_ranks.judge import MIN_COMPARISONS, OWN_TIMES, OwnTimes, SlowRank
 from tests.support.rendezvous_sim.scenario import Scenario
 
 
@@ -17,7 +17,7 @@ class Job(Scenario):
         for _ in range(count):
             for name, own_us in (("b", b_us), ("a", a_us)):
                 running = self.find_generation()
-                self.nodes[name].send_own_times(generation or running, own_us)
+                self.nodes[name].send_fact(OWN_TIMES.name, generation or running, OwnTimes((own_us,)))
             self.play("run 1")
 
     def find_generation(self) -> int:
