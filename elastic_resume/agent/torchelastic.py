@@ -41,7 +41,6 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from elastic_resume import __version__, config, console, constants
 from elastic_resume.agent import options, run_help
-from elastic_resume.agent.peer_probe import PeerProbe
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status_reporter import StatusReporter
 from elastic_resume.agent.temporary_dir import make_temporary_dir
@@ -58,6 +57,7 @@ from elastic_resume.errors import (
 )
 from elastic_resume.mechanisms.registry import TOPICS
 from elastic_resume.mechanisms.standbys.start_cost import read_start_cost, send_start_cost
+from elastic_resume.mechanisms.unreachable_peers.probe import PeerProbe
 from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
 from elastic_resume.policy.restart import GenerationReport
@@ -593,8 +593,8 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     config = spec.config
     signals = _stop_signals(config)
     previous = {number: signal.getsignal(number) for number in signals}
-    report = session.client.report_unreachable_peers
-    peer_probe = PeerProbe(spec.rendezvous_config.settings.node_timeout_s, report, controller.has_resumed)
+    node_timeout_s = spec.rendezvous_config.settings.node_timeout_s
+    peer_probe = PeerProbe(node_timeout_s, session.client.send_fact, controller.has_resumed)
     controller.list_unreachable_nodes = peer_probe.list_unreachable_nodes
     standby = _create_standby_workers(spec, session.client)
 

@@ -18,11 +18,13 @@ from elastic_resume.mechanisms.mechanism import (
 from elastic_resume.mechanisms.replicas import REPLICAS
 from elastic_resume.mechanisms.slow_ranks import SLOW_RANKS
 from elastic_resume.mechanisms.standbys import STANDBYS
+from elastic_resume.mechanisms.unreachable_peers import UNREACHABLE_PEERS
 
 MECHANISMS: tuple[Mechanism, ...] = (
     REPLICAS,
     SLOW_RANKS,
     STANDBYS,
+    UNREACHABLE_PEERS,
 )
 TOPICS = tuple(mechanism.topic for mechanism in MECHANISMS if mechanism.topic)
 ALERTS = tuple(alert for mechanism in MECHANISMS for alert in mechanism.alerts)

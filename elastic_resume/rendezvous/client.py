@@ -194,10 +194,6 @@ class RendezvousClient:
         """Report how a worker of this node failed. Call it before `join`."""
         self._server.submit(messages.FailureReport(generation, failure))
 
-    def report_unreachable_peers(self, generation: int, nodes: tuple[str, ...]) -> None:
-        """Report the members that this node cannot reach, also if none are left; from any thread."""
-        self._server.submit(messages.UnreachablePeers(generation, nodes))
-
     def sleep_unless_over(self, duration_s: float) -> None:
         """Sleep until the time has passed or the job is over."""
         if duration_s > 0:

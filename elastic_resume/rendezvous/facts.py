@@ -7,7 +7,8 @@ topic, and sends the verdicts with its heartbeats. A topic that no leader or fol
 A fact belongs to a generation: a judge lives as long as its view, and gets only what members of that view say
 of its generation. Facts of generation 0 belong to the job; their judge lives as long as its leader.
 
-A verdict may ask the core to fail the job. All else is for the agents, which read the newest verdicts.
+A judgment may ask the core to end the view, to keep two nodes out of one view, or to fail the job. All else
+is for the agents, which read the newest verdicts.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NewType, Protocol
+from typing import NewType
 
 from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.policy.reasons import ViewEndReason
 from elastic_resume.policy.restart import JobFailure
 
 MAX_BODY_CHARS = 1 << 16
@@ -42,6 +44,10 @@ class Judgment:
     """Fail the job."""
     root_causes: tuple[Failure, ...] = ()
     """Failures of members, to be recorded."""
+    view_end: ViewEndReason | None = None
+    """End the running view."""
+    apart: frozenset[frozenset[str]] = frozenset()
+    """Pairs of nodes of which no view may have both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +63,22 @@ class Scope:
     """Of a topic of the job: the verdict of the last leader."""
 
 
-class Judge(Protocol):
+class Judge:
     """Judges the facts of one topic. Pure: the time is an argument, in seconds."""
 
-    def add(self, node: str, body: FactBody, now: float) -> None:
+    def add(self, node: str, fact: Fact, now: float) -> None:
         """Take the newest fact of a node; raise ValueError if its body is malformed."""
 
     def judge(self, now: float) -> Judgment:
         """Return the verdict; it is called after each fact, and several times in a node timeout."""
+        del now
+        return Judgment()
+
+    def start_view(self, generation: int, members: tuple[str, ...]) -> None:
+        """Note the view of a job's judge, or that none runs: then there are no members."""
+
+    def remove(self, node: str) -> None:
+        """Forget a node that is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +90,7 @@ class Topic:
     choose: Callable[[FactBody, FactBody], FactBody] = lambda _, newest: newest
     """Which of two facts of one generation goes with the next heartbeat."""
     is_of_job: bool = False
+    """All nodes that follow send such facts, at once; others members send, with the next heartbeat."""
 
 
 class FactOutbox:
@@ -86,15 +101,16 @@ class FactOutbox:
         self._newest: dict[str, Fact] = {}
         self._unsent: set[str] = set()
 
-    def add(self, fact: Fact) -> None:
-        """Send a fact with the next heartbeat, or the one that waits if its topic prefers that."""
+    def add(self, fact: Fact) -> bool:
+        """Send a fact, or the one that waits if its topic prefers that; return whether to send it at once."""
         topic, kept = self._topics.get(fact.topic), self._newest.get(fact.topic)
         if topic is None or (kept and kept.generation > fact.generation):
-            return
+            return False
         if kept and kept.generation == fact.generation and fact.topic in self._unsent:
             fact = replace(fact, body=topic.choose(kept.body, fact.body))
         self._newest[fact.topic] = fact
         self._unsent.add(fact.topic)
+        return topic.is_of_job
 
     def take(self) -> tuple[Fact, ...]:
         """Return the facts to send, once."""
@@ -117,6 +133,7 @@ class FactBoard:
         self._generation = 0
         self._judges: dict[str, Judge] = {}
         self._is_due = False
+        self.apart: frozenset[frozenset[str]] = frozenset()
         self.verdicts: dict[str, Fact] = {}
         """The newest verdict of each topic that has one. Replaced by another dictionary when one changes."""
         for name, topic in self._topics.items():
@@ -133,11 +150,21 @@ class FactBoard:
         self._judges |= {
             name: topic.make_judge(scope) for name, topic in self._topics.items() if not topic.is_of_job
         }
+        for judge in self._judges.values():
+            judge.start_view(generation, members)
 
     def end_view(self) -> None:
         """Drop the facts and verdicts of the view; those of the job remain."""
         self._judges = {name: judge for name, judge in self._judges.items() if self._topics[name].is_of_job}
         self.verdicts = {name: fact for name, fact in self.verdicts.items() if not fact.generation}
+        for judge in self._judges.values():
+            judge.start_view(0, ())
+
+    def remove(self, node: str) -> None:
+        """Forget a node that is lost."""
+        for judge in self._judges.values():
+            judge.remove(node)
+        self._is_due = True
 
     def add(self, node: str, facts: tuple[Fact, ...], now: float, *, is_member: bool) -> None:
         """Take a node's new facts; those of another generation or of an unknown topic are dropped."""
@@ -147,7 +174,7 @@ class FactBoard:
                 continue
             if topic.is_of_job or (is_member and fact.generation == self._generation):
                 with contextlib.suppress(ValueError):  # malformed, so as good as of an unknown topic
-                    judge.add(node, fact.body, now)
+                    judge.add(node, fact, now)
                 self._is_due = True
 
     def judge(self, now: float, *, is_due: bool = False) -> list[Judgment]:
@@ -163,4 +190,5 @@ class FactBoard:
         }
         if verdicts != self.verdicts:
             self.verdicts = verdicts
+        self.apart = frozenset[frozenset[str]]().union(*(verdict.apart for verdict in found.values()))
         return list(found.values())

@@ -22,7 +22,7 @@ from elastic_resume.policy.digests import (
 )
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.restart import ReplicasDiffer
-from elastic_resume.rendezvous.facts import FactBody, Judgment, Scope, Topic
+from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
 
 MAX_STEPS_KEPT = 64  # steps without digests of all members: 20 s with a heartbeat every 0.3 s
 MAJORITY_NODE_TIMEOUTS = 20  # wait this long for a step that shows which node is wrong: one minute
@@ -42,7 +42,7 @@ def choose_digest(kept: FactBody, newest: FactBody) -> FactBody:
     return newest if choose_common_step(*steps) == steps[1] else kept
 
 
-class ReplicaComparison:
+class ReplicaComparison(Judge):
     """Compares the replicas of one view."""
 
     def __init__(self, scope: Scope) -> None:
@@ -55,9 +55,9 @@ class ReplicaComparison:
         self.agreed_step = 0
         self.diverged_since: float | None = None
 
-    def add(self, node: str, body: FactBody, now: float) -> None:
+    def add(self, node: str, fact: Fact, now: float) -> None:
         """Add the digest of a member's heartbeat."""
-        digest = decode_body(StateDigest, body)
+        digest = decode_body(StateDigest, fact.body)
         if not is_digest(digest.digest):
             raise ValueError("not a digest of 32 hexadecimal digits")
         if digest.step <= self.agreed_step:

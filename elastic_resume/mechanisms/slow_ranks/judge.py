@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
-from elastic_resume.rendezvous.facts import FactBody, Judgment, Scope, Topic
+from elastic_resume.rendezvous.facts import Fact, Judge, Judgment, Scope, Topic
 
 SLOW_FACTOR = 1.3
 END_FACTOR = 1.15  # lower, so that a rank near the limit is not named again and again
@@ -40,7 +40,7 @@ class SlowRank:
         return self.comparisons >= MIN_COMPARISONS
 
 
-class SlowRankJudge:
+class SlowRankJudge(Judge):
     """Compares the own times of a view's ranks whenever all nodes have sent new ones: once a second."""
 
     def __init__(self, scope: Scope) -> None:
@@ -48,10 +48,10 @@ class SlowRankJudge:
         self._own_times_us: dict[str, tuple[int, ...]] = {}
         self._last: SlowRank | None = None
 
-    def add(self, node: str, body: FactBody, now: float) -> None:
+    def add(self, node: str, fact: Fact, now: float) -> None:
         """Keep the newest own times of a node."""
         del now
-        self._own_times_us[node] = decode_body(OwnTimes, body).times_us
+        self._own_times_us[node] = decode_body(OwnTimes, fact.body).times_us
 
     def judge(self, now: float) -> Judgment:
         """Return the slow rank once it is named."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic_resume.events import Event, get_count, get_seconds
 from elastic_resume.mechanisms.mechanism import AgentPart, decode_body, encode_body
-from elastic_resume.rendezvous.facts import FactBody, Judgment, Scope, Topic
+from elastic_resume.rendezvous.facts import Fact, Judge, Judgment, Scope, Topic
 
 if TYPE_CHECKING:
     from elastic_resume.rendezvous.client import RendezvousClient
@@ -28,18 +28,18 @@ class StartCost:
     """The size of its training state; 0 if it is unknown."""
 
 
-class StartCostJudge:
+class StartCostJudge(Judge):
     """Passes on what the leader's own workers have needed; before, what the last leader has passed on."""
 
     def __init__(self, scope: Scope) -> None:
         self._leader, self._body = scope.leader, scope.last_body
 
-    def add(self, node: str, body: FactBody, now: float) -> None:
+    def add(self, node: str, fact: Fact, now: float) -> None:
         """Keep the newest cost of the leader's node."""
         del now
-        decode_body(StartCost, body)
+        decode_body(StartCost, fact.body)
         if node == self._leader:
-            self._body = body
+            self._body = fact.body
 
     def judge(self, now: float) -> Judgment:
         """Return the cost, if it is known."""

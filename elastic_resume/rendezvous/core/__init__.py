@@ -31,7 +31,7 @@ Messages. A node follows a leader when it has been welcomed and has sent its fir
 
     candidate → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
     follower  → leader      Heartbeat JoinRequest Vote ProposalAck NodeFinished FailureReport FailJob
-                            UnreachablePeers Preparation LeaveNotice
+                            Preparation LeaveNotice
     leader    → follower    Heartbeat RequestVote VoteHeld Propose StartView Decided EndView Waiting
                             JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect
@@ -58,11 +58,9 @@ A node whose new workers take long to start joins with `is_preparing`, or sends 
 that are enough form the next view without it, if a member of the last view is among them. A running view
 ends for it only after the `Preparation` that says that it is ready.
 
-Two followers may be unable to reach each other. Then a node reports `UnreachablePeers`, the view ends, and
-the next one leaves out one of the two. It remains a follower, and joins once it reports that it reaches all.
-
 Heartbeats carry facts of the nodes, and the leader's verdicts about them, which the core does not read: see
-`rendezvous/facts.py`. They change no membership; a verdict may fail the job.
+`rendezvous/facts.py`. A judgment may end the view, fail the job, or keep two nodes apart: a view leaves out
+one of the two, which remains a follower.
 
 Limits. A node that finished and cannot reach a quorum waits for the join timeout. After a machine is
 suspended, its workers may run 50 ms before their supervisor checks the lease.

@@ -25,6 +25,7 @@ from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
+from elastic_resume.rendezvous.facts import Fact
 
 FIRST_REDIAL_PAUSE_S = 0.005
 """Before the second call to a lost leader. Each later pause doubles, up to `probe_interval_s`."""
@@ -312,7 +313,8 @@ class Follower(Role):
         """Repeat what may have changed since the hello was sent."""
         state = self.state
         reports = (
-            state.unreachable_peers,
+            # First, since the leader may form a view as soon as it knows that this node has joined.
+            messages.Heartbeat(facts) if (facts := state.outbox.take()) else None,
             state.failure_report,
             messages.FailJob(state.job_failure) if state.job_failure else None,
             messages.LeaveNotice(state.leaving, is_final=False) if state.leaving else None,
@@ -323,6 +325,9 @@ class Follower(Role):
                 self._send(report)
         if state.finished_generation and not state.join:
             self._report_finished()
+
+    def _send_facts(self) -> None:
+        self.next_heartbeat_at = self.state.now
 
     def _report_finished(self) -> None:
         self._send(messages.NodeFinished(self.state.finished_generation))
@@ -367,7 +372,7 @@ class Follower(Role):
         messages.JoinRequest: lambda self, _, request: self._send(request),
         messages.Preparation: lambda self, _, message: self._send(message),
         messages.FailureReport: lambda self, *_: self.send_reports(),
-        messages.UnreachablePeers: lambda self, *_: self.send_reports(),
+        Fact: lambda self, *_: self._send_facts(),
         messages.FailJob: lambda self, *_: self.send_reports(),
         interface.WorkersFinished: lambda self, *_: self._report_finished(),
         interface.Leave: lambda self, *_: self.send_reports(),

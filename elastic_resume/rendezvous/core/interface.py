@@ -29,7 +29,6 @@ from elastic_resume.rendezvous.core.messages import (
     JoinRequest,
     Message,
     Preparation,
-    UnreachablePeers,
 )
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
 from elastic_resume.rendezvous.facts import Fact, Topic
@@ -171,7 +170,6 @@ Event = (
     | Preparation
     | WorkersFinished
     | FailureReport
-    | UnreachablePeers
     | FailJob
     | Fact
     | Leave

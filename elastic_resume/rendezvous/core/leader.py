@@ -12,7 +12,6 @@ from elastic_resume.policy.reasons import (
     DepartureReason,
     Loss,
     NodeLost,
-    NodesUnreachable,
     ViewEnd,
     ViewEndOf,
     ViewEndReason,
@@ -31,7 +30,6 @@ from elastic_resume.rendezvous.facts import Fact, FactBoard, Scope
 
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""
-MAX_REPORTED_PEERS = 64
 
 
 class Leader(Role):
@@ -44,10 +42,10 @@ class Leader(Role):
         self.new_leader_address = ""
         self.pending_welcomes: dict[int, tuple[messages.Hello, int]] = {}
         """Nodes that were welcomed on a connection and have not replied on it, and the newest view then."""
-        self.view_change = ViewChange(state, self.peers)
-        self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         scope = Scope(0, (), state.incarnation.node, state.settings.node_timeout_s)
         self.board = FactBoard(state.settings.topics, state.verdicts, scope)
+        self.view_change = ViewChange(state, self.peers)
+        self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.heartbeat = messages.Heartbeat(tuple(self.board.verdicts.values()))
         """Shared by all followers, so that it is encoded once."""
         self.admission = Admission(
@@ -61,6 +59,7 @@ class Leader(Role):
         self.next_scan_at = state.now
         self.next_probe_at = state.now
         state.outbox.renew()
+        self._add_facts(state.incarnation, state.outbox.take())
         self.finished_generation = 0
         """The newest generation in which a node has finished."""
         state.emit_event("leading")
@@ -157,22 +156,6 @@ class Leader(Role):
             self._remove_peer(peer, Loss.LEFT, message.departure)
         else:
             self._handle_leaving(peer, message.departure)
-
-    def _note_unreachable(self, reporter: Incarnation, report: messages.UnreachablePeers) -> None:
-        """End the view if two of its members cannot reach each other; admit nodes that others reach again."""
-        view_change, nodes = self.view_change, frozenset(report.nodes[:MAX_REPORTED_PEERS])
-        view = self.running_view if self._runs_on(reporter) else None
-        if view and report.generation != view.generation:
-            nodes -= {member.node for member in view.members}  # from before this generation began
-        reached = view_change.unreachable_nodes.get(reporter, frozenset()) - nodes
-        view_change.unreachable_nodes[reporter] = nodes
-        if view and view_change.is_cut_off(reporter, view):
-            self.end_view(NodesUnreachable(reporter.node, name_nodes(nodes)))
-        view_change.schedule_scale_up(reporter, self.running_view)
-        for peer in self.peers:
-            if peer.incarnation.node in reached and peer.join and not peer.join.is_preparing:
-                view_change.schedule_scale_up(peer.incarnation, self.running_view)
-        view_change.reevaluate()
 
     def _handle_leaving(self, peer: Peer, departure: DepartureReason) -> None:
         """Form a view without a follower, which leaves when that is decided."""
@@ -316,6 +299,7 @@ class Leader(Role):
         if not peer.is_leaving:
             state.emit_event("lost", lost)
         state.record_lost_member(peer.incarnation, lost)
+        self.board.remove(peer.incarnation.node)
         self.view_change.handle_removed(peer.incarnation)
         view = self.running_view
         if view is None or peer.incarnation not in view.members:
@@ -418,6 +402,10 @@ class Leader(Role):
             for failure in verdict.root_causes:
                 state.failure_log.record(state.failed_generation, failure)
             state.job_failure = verdict.job_failure or state.job_failure
+            if verdict.view_end:
+                self.end_view(verdict.view_end)
+        if self.view_change.apart != self.board.apart:
+            self.view_change.keep_apart(self.board.apart, self.running_view)
         if state.verdicts is not self.board.verdicts:
             state.verdicts = self.board.verdicts
             self.heartbeat = messages.Heartbeat(tuple(state.verdicts.values()))
@@ -675,16 +663,11 @@ class Leader(Role):
         Vote: _handle_vote,
         messages.ProposalAck: lambda self, peer, ack: self.view_change.handle_ack(peer.incarnation, ack),
         messages.FailureReport: _handle_failure,
-        messages.UnreachablePeers: lambda self, peer, report: self._note_unreachable(
-            peer.incarnation, report
-        ),
     }
     _OWN_HANDLERS: ClassVar[Handlers] = {
         messages.JoinRequest: _handle_own_join,
         messages.Preparation: _handle_own_preparation,
-        messages.UnreachablePeers: lambda self, _, report: self._note_unreachable(
-            self.state.incarnation, report
-        ),
+        Fact: lambda self, *_: self._add_facts(self.state.incarnation, self.state.outbox.take()),
         messages.FailureReport: _handle_own_failure,
         interface.WorkersFinished: lambda self, *_: self.view_change.reevaluate(),
     }

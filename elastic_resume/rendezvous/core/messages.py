@@ -194,14 +194,6 @@ class FailureReport:
 
 
 @dataclass(frozen=True, slots=True)
-class UnreachablePeers:
-    """Report the members of a generation that the sender cannot reach; none: it reaches all of them again."""
-
-    generation: int
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class FailJob:
     """Demand the end of the job on all nodes, because a restart would fail again."""
 
@@ -283,7 +275,6 @@ Message = (
     | EndView
     | Waiting
     | FailureReport
-    | UnreachablePeers
     | FailJob
     | NodeFinished
     | JobEnd

@@ -149,9 +149,9 @@ class RendezvousNode:
         self.state.record_failure_report(self.state.incarnation, event)  # this node may lead, now or later
         self.role.handle_own(event)
 
-    def _handle_unreachable_peers(self, event: messages.UnreachablePeers) -> None:
-        self.state.unreachable_peers = event
-        self.role.handle_own(event)
+    def _handle_fact(self, fact: Fact) -> None:
+        if self.state.outbox.add(fact):
+            self.role.handle_own(fact)
 
     def _handle_fail_job(self, event: messages.FailJob) -> None:
         self.state.job_failure, self.state.has_failed_job = event.failure, True
@@ -280,9 +280,8 @@ class RendezvousNode:
         messages.JoinRequest: _handle_join_request,
         messages.Preparation: _handle_preparation,
         messages.FailureReport: _handle_failure_report,
-        messages.UnreachablePeers: _handle_unreachable_peers,
         messages.FailJob: _handle_fail_job,
-        Fact: lambda self, fact: self.state.outbox.add(fact),
+        Fact: _handle_fact,
         interface.WorkersFinished: _handle_workers_finished,
         interface.Leave: _handle_leave,
     }

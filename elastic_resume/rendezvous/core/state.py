@@ -108,8 +108,6 @@ class NodeState:
         self.failure_log = FailureLog()
         self.failure_report: messages.FailureReport | None = None
         """The failure of a worker of this node, to be reported."""
-        self.unreachable_peers: messages.UnreachablePeers | None = None
-        """The members that this node cannot reach, to be reported."""
         self.outbox = FactOutbox(settings.topics)
         self.verdicts: dict[str, Fact] = {}
         """The leader's newest verdict of each topic. Replaced by another dictionary when one changes."""
@@ -209,10 +207,6 @@ class NodeState:
         self.running_view, self.join, self.finished_generation, self.lease_until = view, None, 0, lease_until
         self.last_view = view
         self.failure_report = None
-        if self.unreachable_peers:
-            members = {member.node for member in view.members}
-            others = tuple(node for node in self.unreachable_peers.nodes if node not in members)
-            self.unreachable_peers = messages.UnreachablePeers(view.generation, others) if others else None
         self.effects.append(
             interface.StartWorkers(
                 view.generation,

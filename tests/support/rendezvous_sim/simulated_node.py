@@ -14,6 +14,7 @@ from typing import Any
 from elastic_resume.mechanisms.mechanism import encode_body
 from elastic_resume.mechanisms.registry import TOPICS
 from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
+from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE, UnreachablePeers
 from elastic_resume.policy.failure_classification import SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import NodeLost, Signalled
 from elastic_resume.policy.restart import GaveUp, NoProgress
@@ -43,6 +44,9 @@ TraceFunction = Callable[[str, object], None]
 class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
+    topics = TOPICS
+    unreachable: tuple[str, ...] = ()
+    """The nodes that its agent has reported last."""
     has_failed_job = False
     delays_join = False
     """It waits before it joins again after a failure."""
@@ -54,7 +58,7 @@ class SimulatedNode(Host):
     ) -> None:
         self.name = self.node_name = self.address = name
         """Its host name, and the name that its agent says. By mistake two machines may have the same."""
-        self.settings = replace(settings, topics=TOPICS)
+        self.settings = settings
         self.net = net
         self.clock = net.clock
         self.rng = net.rng
@@ -123,6 +127,7 @@ class SimulatedNode(Host):
         self._known_ended = set()
         self.end, self.planned_crash = None, ""
         self.has_failed_job = False
+        self.unreachable = ()
         candidates = self.settings.candidates
         index = candidates.index(self.name) if self.name in candidates else None
         former = self.saved_state.incarnation if self.saved_state else None
@@ -132,7 +137,8 @@ class SimulatedNode(Host):
         if self.has_new_addresses:
             self.draw_addresses(is_candidate=index is not None)
         incarnation = Incarnation(self.node_name, disk_id, boot, self.address, index)
-        self.agent = RendezvousNode(self.settings, incarnation, self.saved_state, self.local_time())
+        settings = replace(self.settings, topics=self.topics)
+        self.agent = RendezvousNode(settings, incarnation, self.saved_state, self.local_time())
         self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
         self._handle_event(interface.Tick())
         self._prepare_for_a_while()
@@ -317,8 +323,7 @@ class SimulatedNode(Host):
             if lost:
                 # As the real probe, it continues to dial those that views left out before.
                 nodes = {member.node for member in view.members}
-                known = self.agent.state.unreachable_peers if self.agent else None
-                left_out = [node for node in (known.nodes if known else ()) if node not in nodes]
+                left_out = [node for node in self.unreachable if node not in nodes]
                 self.report_unreachable((*left_out, *lost))
                 self.fail_worker()
 
@@ -335,7 +340,12 @@ class SimulatedNode(Host):
     def report_unreachable(self, nodes: tuple[str, ...]) -> None:
         """Let the agent report the members that it cannot reach."""
         if self.agent and self.agent.state.last_view:
-            self._handle_event(messages.UnreachablePeers(self.agent.state.last_view.generation, nodes))
+            self.unreachable = nodes
+            self.send_fact(UNREACHABLE.name, self.agent.state.last_view.generation, UnreachablePeers(nodes))
+
+    def _report_again(self, incarnation_id: int, nodes: tuple[str, ...]) -> None:
+        if incarnation_id == self.incarnation_id:
+            self.report_unreachable(nodes)
 
     def join_now(self) -> None:
         """End the wait after a failure."""
@@ -537,6 +547,10 @@ class SimulatedNode(Host):
             return
         if self.net.lasting_cuts:
             self.call_probe(effect.generation)
+        if self.unreachable:
+            members = {member.node for member in effect.members}
+            others = tuple(node for node in self.unreachable if node not in members)
+            self.clock.call_at(self.clock.now, self._report_again, self.incarnation_id, others)
         first = effect.generation not in self.checkers.views
         self.checkers.on_start(self.name, self.agent.state.incarnation, effect, self.clock.now)
         if first and self.on_event:

@@ -10,11 +10,11 @@ from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.core.interface import EndJob
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.facts import Fact, FactBody, FactOutbox, Judgment, Scope, Topic
+from elastic_resume.rendezvous.facts import Fact, FactBody, FactOutbox, Judge, Judgment, Scope, Topic
 from tests.support.rendezvous_sim.scenario import Scenario
 
 
-class Recorder:
+class Recorder(Judge):
     """A judge that keeps what it gets, and finds what the test wants."""
 
     judgment = Judgment()
@@ -24,12 +24,12 @@ class Recorder:
         self.scope = scope
         Recorder.heard = []
 
-    def add(self, node: str, body: FactBody, now: float) -> None:
+    def add(self, node: str, fact: Fact, now: float) -> None:
         """Keep the fact."""
         del now
-        if body == "malformed":
-            raise ValueError(body)
-        self.heard.append((node, body))
+        if fact.body == "malformed":
+            raise ValueError(fact.body)
+        self.heard.append((node, fact.body))
 
     def judge(self, now: float) -> Judgment:
         """Return what the test has set."""
@@ -43,7 +43,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     monkeypatch.setattr(Recorder, "judgment", Judgment())
     started = Scenario("nodes=a,b,s candidates=a nnodes=1:2")
     for node in started.nodes.values():
-        node.settings = replace(node.settings, topics=(Topic("t", Recorder),))
+        node.topics = (Topic("t", Recorder),)
     started.play("start a b; run 5; start s; run 2")
     return started
 

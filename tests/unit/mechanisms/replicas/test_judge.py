@@ -40,7 +40,7 @@ class Setting:
     def add_digests(self, step: int, names: str, digests: Sequence[Digest]) -> None:
         """Deliver one heartbeat of each of these members."""
         for name, digest in zip(names, digests, strict=True):
-            self.comparison.add(name, encode_body(StateDigest(step, digest)), self.now)
+            self.comparison.add(name, make_fact(7, step, digest), self.now)
 
     def wait(self, node_timeouts: float) -> DivergenceVerdict | None:
         """Let time pass, and return the verdict."""

@@ -24,9 +24,12 @@ from pathlib import Path
 import psutil
 
 from elastic_resume.background import BackgroundThread
+from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE, UnreachablePeers
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
+from elastic_resume.rendezvous.facts import FactBody
 
 MIN_RETRANSMITS = 2
 """Times that the kernel has repeated what is not acknowledged: after 0.6 s, or 3 s for a new connection."""
@@ -49,15 +52,15 @@ class PeerProbe:
     def __init__(
         self,
         node_timeout_s: float,
-        report: Callable[[int, tuple[str, ...]], object],
+        send_fact: Callable[[str, int, FactBody], object],
         has_resumed: Callable[[], bool],
     ) -> None:
-        """``report`` takes a generation and the unreachable nodes, or none if all answer again.
+        """``send_fact`` is that of the client.
 
         ``has_resumed`` returns whether a worker of this generation has come out of `er.resume`.
         """
         self._node_timeout_s = node_timeout_s
-        self._report = report
+        self._send_fact = send_fact
         self._has_resumed = has_resumed
         self._world: StartWorkers | None = None
         self._unreachable: list[Incarnation] = []
@@ -72,11 +75,14 @@ class PeerProbe:
         return tuple(member.node for member in self._unreachable if member.node in members)
 
     def begin_generation(self, world: StartWorkers) -> None:
-        """Forget what was found about these members; the workers of the generation start now."""
+        """Forget what was found about these members, and report the rest; the workers start now."""
         members = {member.node for member in world.members}
         self._dial_at, self._pause_s = 0.0, self._node_timeout_s
         self._world = world
-        self._unreachable = [node for node in self._unreachable if node.node not in members]
+        before = self._unreachable
+        self._unreachable = [node for node in before if node.node not in members]
+        if before:
+            self._report(world.generation, tuple(node.node for node in self._unreachable))
 
     def handle_failure(self, failure: Failure) -> None:
         """Dial the other members if a worker has failed because it could not connect to one."""
@@ -97,6 +103,9 @@ class PeerProbe:
         if world and (peers or self._unreachable):
             self._dial(world, peers)
         return self._node_timeout_s / ATTEMPTS
+
+    def _report(self, generation: int, nodes: tuple[str, ...]) -> None:
+        self._send_fact(UNREACHABLE.name, generation, encode_body(UnreachablePeers(nodes)))
 
     def _dial(self, world: StartWorkers, peers: Sequence[Incarnation]) -> None:
         """Dial these members, and the nodes that did not answer before."""

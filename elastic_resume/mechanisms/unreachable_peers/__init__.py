@@ -1,0 +1,11 @@
+"""Keep apart nodes that cannot reach each other, although both reach the leader.
+
+`probe` looks for them on each node, and `judge` ends the view that has two of them.
+"""
+
+from __future__ import annotations
+
+from elastic_resume.mechanisms.mechanism import Mechanism
+from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE
+
+UNREACHABLE_PEERS = Mechanism(topic=UNREACHABLE)
