@@ -57,7 +57,7 @@ class RestartController:
         memory_monitor: MemoryMonitor | None = None,
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a generation's workers ended
-        self.list_unreachable_nodes: Callable[[], tuple[str, ...]] = tuple  # names members it cannot reach
+        self.find_more_failures: Callable[[], tuple[Failure, ...]] = tuple  # of the mechanisms
         self.find_gpu_faults: Callable[[], Sequence[GpuFault]] = tuple  # of this node's GPUs
         self.is_spare = False  # a view runs without this node
         self.job_failure: GaveUp | None = None  # why this node ends the job for all nodes
@@ -334,10 +334,7 @@ class RestartController:
             num_nodes=len(self._view.members) if self._view else 1,
             memory_pressure=monitor.read_pressure() if monitor is not None else None,
         )
-        unreachable = self.list_unreachable_nodes()
-        if unreachable:
-            failure = failure_classification.make_network_failure(self._node, unreachable)
-            result = replace(result, failures=(failure, *result.failures))
+        result = replace(result, failures=(*self.find_more_failures(), *result.failures))
         failed = (failed or bool(result.failures)) and not restart.is_way_back(result.failures)
         return replace(result, failed=failed)
 

@@ -20,7 +20,9 @@ from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_j
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
+    from elastic_resume.policy.failure_classification import Failure
     from elastic_resume.rendezvous.client import RendezvousClient
+    from elastic_resume.rendezvous.core.interface import StartWorkers
 
 T = TypeVar("T")
 
@@ -65,20 +67,39 @@ class AgentContext(NamedTuple):
 
     node_dir: Path
     local_world_size: int
+    node_timeout_s: float
     emit: Callable[..., Any]
     """It takes an event's kind and fields."""
-    word: int | None
+    has_resumed: Callable[[], bool]
+    """Return whether a worker of this generation has come out of `er.resume`."""
+    word: int | None = None
     """With a step observer: the place of its word in `ProgressRecord.measurements`."""
 
 
 class AgentPart:
-    """A mechanism's part in an agent, called in the thread that keeps its status."""
+    """A mechanism's part in an agent; its status thread calls the first two methods."""
 
     def handle_event(self, event: Event) -> None:
         """Note a new event of this node."""
 
     def update(self, client: RendezvousClient) -> object:
         """Act once a second; return the node's `StatusMember`, or None."""
+
+    def start(self, client: RendezvousClient) -> None:
+        """Begin, before the node joins a view."""
+
+    def begin_generation(self, world: StartWorkers) -> None:
+        """Note that the workers of a view start now."""
+
+    def handle_failure(self, failure: Failure) -> None:
+        """Note how a worker has failed; what `find_failures` returns then may precede it."""
+
+    def find_failures(self) -> tuple[Failure, ...]:
+        """Return failures of this node in its generation that no worker has reported."""
+        return ()
+
+    def close(self) -> None:
+        """End what `start` began."""
 
 
 class AlertKind(NamedTuple):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from elastic_resume.mechanisms.mechanism import (
     AgentContext,
@@ -41,14 +39,11 @@ def make_step_observers(
     )
 
 
-def make_agent_parts(
-    node_dir: Path, local_world_size: int, emit: Callable[..., Any]
-) -> dict[AgentPart, StatusMember | None]:
+def make_agent_parts(context: AgentContext) -> dict[AgentPart, StatusMember | None]:
     """Return the parts of an agent, each with the member of its status that it makes."""
     parts = {}
     for mechanism in MECHANISMS:
         if mechanism.make_agent_part:
             word = _OBSERVER_MAKERS.index(mechanism.make_observer) if mechanism.make_observer else None
-            context = AgentContext(node_dir, local_world_size, emit, word)
-            parts[mechanism.make_agent_part(context)] = mechanism.status
+            parts[mechanism.make_agent_part(context._replace(word=word))] = mechanism.status
     return parts

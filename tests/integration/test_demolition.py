@@ -27,18 +27,20 @@ from pathlib import Path
 from elastic_resume.testing import Cluster
 
 with Cluster(Path("job"), nodes=1, workers_per_node=2, flags=["--snapshot-every", "1"]) as cluster:
-    cluster.start("tests/support/scripts/train.py", "--step-log", "log", "--epochs=2", "--step-delay=0.05")
+    slow = ["--slow-from=3", f"--slow-until={Path('asked').resolve()}"]
+    cluster.start("tests/support/scripts/train.py", "--step-log=log", "--epochs=2", *slow)
     cluster.wait(step=3)
     cluster.kill_worker(0)
     cluster.wait(lambda: len(cluster.events("resume")) > 1, "the restart")
     for command in (["status", str(cluster.nodes[0].ckpt_dir / cluster.run_id)], ["--help"]):
         subprocess.run([sys.executable, "-m", "elastic_resume", *command], check=True)
+    Path("asked").touch()
     assert cluster.wait_exit() == [0]
     subprocess.run([sys.executable, "-m", "elastic_resume", "report", str(cluster.run_dir)], check=True)
 """
 
 
-@pytest.mark.parametrize("name", ["slow_ranks"])
+@pytest.mark.parametrize("name", ["slow_ranks", "unreachable_peers"])
 def test_all_else_works_without_a_mechanism(tmp_path: Path, name: str) -> None:
     """Help, status and report too, in a job with a killed worker."""
     for folder in ("elastic_resume", "tests"):

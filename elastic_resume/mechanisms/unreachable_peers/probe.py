@@ -17,19 +17,19 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 
 from elastic_resume.background import BackgroundThread
-from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, encode_body
 from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE, UnreachablePeers
-from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.policy.failure_classification import Failure, make_network_failure
+from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
-from elastic_resume.rendezvous.facts import FactBody
 
 MIN_RETRANSMITS = 2
 """Times that the kernel has repeated what is not acknowledged: after 0.6 s, or 3 s for a new connection."""
@@ -46,28 +46,29 @@ _FAILED_CONNECT_PATTERN = re.compile(
 )
 
 
-class PeerProbe:
+class PeerProbe(AgentPart):
     """Looks for unreachable members in a thread, from `start` to `close`."""
 
-    def __init__(
-        self,
-        node_timeout_s: float,
-        send_fact: Callable[[str, int, FactBody], object],
-        has_resumed: Callable[[], bool],
-    ) -> None:
-        """``send_fact`` is that of the client.
-
-        ``has_resumed`` returns whether a worker of this generation has come out of `er.resume`.
-        """
-        self._node_timeout_s = node_timeout_s
-        self._send_fact = send_fact
-        self._has_resumed = has_resumed
+    def __init__(self, context: AgentContext) -> None:
+        self._node_timeout_s = context.node_timeout_s
+        self._has_resumed = context.has_resumed
+        self._client: RendezvousClient | None = None
         self._world: StartWorkers | None = None
         self._unreachable: list[Incarnation] = []
         """The nodes that did not answer: members of this generation, or nodes that it leaves out."""
         self._dial_at = self._pause_s = 0.0
         self._thread = BackgroundThread("peer-probe", self.poll)
-        self.start, self.close = self._thread.start, self._thread.request_close
+        self.close = self._thread.request_close  # type: ignore[method-assign]
+
+    def start(self, client: RendezvousClient) -> None:
+        """Begin to look."""
+        self._client = client
+        self._thread.start()
+
+    def find_failures(self) -> tuple[Failure, ...]:
+        """Return the failure of a node that cannot reach members of this generation."""
+        nodes = self.list_unreachable_nodes()
+        return (make_network_failure(self._client.node, nodes),) if nodes and self._client else ()
 
     def list_unreachable_nodes(self) -> tuple[str, ...]:
         """Return the names of the members of this generation that did not answer, since it began here."""
@@ -105,7 +106,8 @@ class PeerProbe:
         return self._node_timeout_s / ATTEMPTS
 
     def _report(self, generation: int, nodes: tuple[str, ...]) -> None:
-        self._send_fact(UNREACHABLE.name, generation, encode_body(UnreachablePeers(nodes)))
+        if self._client:
+            self._client.send_fact(UNREACHABLE.name, generation, encode_body(UnreachablePeers(nodes)))
 
     def _dial(self, world: StartWorkers, peers: Sequence[Incarnation]) -> None:
         """Dial these members, and the nodes that did not answer before."""

@@ -205,7 +205,7 @@ def make_handler(client: Mock, controller: Mock, standby: Mock) -> torchelastic.
     return torchelastic.ElasticRendezvousHandler(
         client,
         controller,
-        Mock(),
+        (),
         standby,
         host="127.0.0.1",
         store_port=0,

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.mechanisms.mechanism import AgentContext, decode_body
 from elastic_resume.mechanisms.unreachable_peers import probe as peer_probe
 from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE, UnreachablePeers
 from elastic_resume.mechanisms.unreachable_peers.probe import (
@@ -83,9 +85,11 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 
 
 @pytest.fixture
-def probe(network: Network) -> PeerProbe:
+def probe(network: Network, monkeypatch: pytest.MonkeyPatch) -> PeerProbe:
     """A probe on rank 1 of four nodes, which looks at each poll."""
-    made = PeerProbe(0.0, network.keep_fact, lambda: network.has_resumed)
+    made = PeerProbe(AgentContext(Path(), 1, 0.0, print, lambda: network.has_resumed))
+    monkeypatch.setattr(made._thread, "start", lambda: None)
+    made.start(Mock(node="b", send_fact=network.keep_fact))
     made.begin_generation(start(1, "abcd"))
     return made
 
