@@ -132,7 +132,8 @@ class FactBoard:
         self._scope = scope
         self._generation = 0
         self._judges: dict[str, Judge] = {}
-        self._is_due = False
+        self.is_due = False
+        """There are new facts, or it is time to look again."""
         self.apart: frozenset[frozenset[str]] = frozenset()
         self.verdicts: dict[str, Fact] = {}
         """The newest verdict of each topic that has one. Replaced by another dictionary when one changes."""
@@ -157,6 +158,7 @@ class FactBoard:
         """Drop the facts and verdicts of the view; those of the job remain."""
         self._judges = {name: judge for name, judge in self._judges.items() if self._topics[name].is_of_job}
         self.verdicts = {name: fact for name, fact in self.verdicts.items() if not fact.generation}
+        self.is_due = True
         for judge in self._judges.values():
             judge.start_view(0, ())
 
@@ -164,7 +166,7 @@ class FactBoard:
         """Forget a node that is lost."""
         for judge in self._judges.values():
             judge.remove(node)
-        self._is_due = True
+        self.is_due = True
 
     def add(self, node: str, facts: tuple[Fact, ...], now: float, *, is_member: bool) -> None:
         """Take a node's new facts; those of another generation or of an unknown topic are dropped."""
@@ -175,13 +177,11 @@ class FactBoard:
             if topic.is_of_job or (is_member and fact.generation == self._generation):
                 with contextlib.suppress(ValueError):  # malformed, so as good as of an unknown topic
                     judge.add(node, fact, now)
-                self._is_due = True
+                self.is_due = True
 
-    def judge(self, now: float, *, is_due: bool = False) -> list[Judgment]:
-        """Return all verdicts if there are new facts, or if it `is_due` to look at the time."""
-        if not (self._is_due or is_due):
-            return []
-        self._is_due = False
+    def judge(self, now: float) -> list[Judgment]:
+        """Return what all judges find now."""
+        self.is_due = False
         found = {name: judge.judge(now) for name, judge in self._judges.items()}
         verdicts = {
             name: Fact(name, 0 if self._topics[name].is_of_job else self._generation, verdict.body)

@@ -375,8 +375,8 @@ class Leader(Role):
             self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
             self._add_facts(state.incarnation, state.outbox.take())
-            self._judge_facts(is_due=True)
-        else:
+            self.board.is_due = True
+        if self.board.is_due:
             self._judge_facts()
         self._probe_disconnected()
         self.discovery.advance()
@@ -395,10 +395,10 @@ class Leader(Role):
     def _add_facts(self, node: Incarnation, facts: tuple[Fact, ...]) -> None:
         self.board.add(node.node, facts, self.state.now, is_member=self._runs_on(node))
 
-    def _judge_facts(self, *, is_due: bool = False) -> None:
+    def _judge_facts(self) -> None:
         """Do what the verdicts ask for, and send them with the next heartbeats."""
         state = self.state
-        for verdict in self.board.judge(state.now, is_due=is_due):
+        for verdict in self.board.judge(state.now):
             for failure in verdict.root_causes:
                 state.failure_log.record(state.failed_generation, failure)
             state.job_failure = verdict.job_failure or state.job_failure
