@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_resume.mechanisms.slow_ranks.own_time import STEPS_PER_SAMPLE, OwnTime
 from elastic_resume.training.heartbeat import count_collectives
-from elastic_resume.training.own_time import STEPS_PER_SAMPLE, OwnTime
 
 TARGET_US = 20.0
 BLOCKS, PAIRS, WARM_UP_PAIRS = 60, 30, 6

@@ -13,7 +13,7 @@ A ``reason``, a ``decision`` and the ``cause`` of a failure are facts in the for
 `policy.reasons.to_json`: ``kind`` and fields; `from_json` reads them. A failure has the fields of
 `policy.failure_classification.Failure`. A ``message`` has words for people.
 
-Kinds, their writers and their own fields::
+Kinds, their writers and their own fields (each package in `mechanisms` describes its own)::
 
     agent-start           agent      run_id, command, min_nodes, max_nodes, local_world_size
     generation-start      agent      generation, node_rank, num_nodes; workers are about to start
@@ -34,10 +34,6 @@ Kinds, their writers and their own fields::
                                      act first), threshold_s, seconds (without a step),
                                      steps {rank: step}, report (a path)
     hang-ended            agent      generation, step; the stalled ranks continued before their kill
-    slow-rank             agent      generation, step, rank (of this node), own_s and others_s (medians of its
-                                     own times and of the others'), gpu (its UUID, or ""), load (the GPU's
-                                     clock, temperature and slowdowns, or "")
-    slow-rank-ended       agent      generation, step, rank; it is no longer slow
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
     drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),
                                      others_continue

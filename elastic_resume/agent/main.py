@@ -14,7 +14,7 @@ import logging
 import os
 import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,7 @@ from elastic_resume.agent.gpu_monitor import GpuMonitor
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
-from elastic_resume.agent.slow_rank import SlowRankReporter
-from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
+from elastic_resume.agent.snapshots import SnapshotService, emit_divergence, serve_snapshots
 from elastic_resume.agent.status_reporter import EventTail, StatusReporter, StatusSampler
 from elastic_resume.agent.workers.forkserver_manager import (
     ForkServerManager,
@@ -40,6 +39,8 @@ from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
 from elastic_resume.events import EventLog
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, StatusMember
+from elastic_resume.mechanisms.registry import make_agent_parts
 from elastic_resume.policy import restart
 from elastic_resume.policy.reasons import ErrorRaised, JobFinished, Signalled, to_json
 from elastic_resume.policy.wording import describe, describe_memory
@@ -240,7 +241,9 @@ class _Agent:
         finally:
             fork_server.close()
 
-    def _create_status_reporter(self, snapshots: SnapshotService) -> StatusReporter:
+    def _create_status_reporter(
+        self, snapshots: SnapshotService, parts: Mapping[AgentPart, StatusMember | None]
+    ) -> StatusReporter:
         committer = snapshots.committer
         sampler = StatusSampler(
             self.node_dir.path,
@@ -250,14 +253,22 @@ class _Agent:
                 committer.last_error or describe_memory(self.memory_monitor.read_pressure())
             ),
         )
-        slow_ranks = SlowRankReporter(
-            self.node_dir.path, self.spec.config.nproc_per_node, self.event_log.emit
-        )
-        return StatusReporter(self.node_dir.path, sampler, slow_ranks, self.event_tail)
+        return StatusReporter(self.node_dir.path, sampler, parts, self.event_tail)
 
     def _run_job(self, snapshots: SnapshotService, fork_server: ForkServerManager | None) -> _Outcome:
         """Join the rendezvous, run workers until the job ends, and map errors to an outcome."""
         spec = self.spec
+        context = AgentContext(
+            self.node_dir.path,
+            spec.config.nproc_per_node,
+            spec.rendezvous_config.settings.node_timeout_s,
+            self.event_log.emit,
+            self.controller.has_resumed,
+        )
+        parts = make_agent_parts(context)
+        self.controller.find_more_failures = lambda: tuple(
+            failure for part in parts for failure in part.find_failures()
+        )
         try:
             with torchelastic.open_rendezvous(
                 spec.rendezvous_config,
@@ -265,16 +276,16 @@ class _Agent:
                 self.lease_page,
                 self.scheduler_context,
                 on_log=self.controller.on_rendezvous_event,
-                status_reporter=self._create_status_reporter(snapshots),
+                status_reporter=self._create_status_reporter(snapshots, parts),
             ) as session:
                 client = session.client
                 if fork_server is not None:
                     client.begin_preparation()
                     fork_server.call_when_ready(client.finish_preparation)
                 self._serve_metrics(client.address)
-                snapshots.start_replica_comparison(client, self.event_log.emit)
+                snapshots.start_replica_comparison(client)
                 try:
-                    torchelastic.run_workers(spec, self.controller, session)
+                    torchelastic.run_workers(spec, self.controller, session, parts)
                 except torchelastic.StoppedError as stop:
                     self.shutdown_controller.begin_shutdown(stop.signal)
                     stop.cause = self.shutdown_controller.drain_cause()
@@ -282,6 +293,7 @@ class _Agent:
                 finally:
                     end = client.job_end
                     self.controller.record_failures(end.failures if end else ())
+                    emit_divergence(end and end.reason, self.event_log.emit)
                 reason = end.reason if end else JobFinished()
                 return _Outcome("done", constants.EXIT_SUCCESS, f"{describe(reason)}.", reason)
         except torchelastic.StoppedError as stop:

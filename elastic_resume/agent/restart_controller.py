@@ -29,12 +29,12 @@ from elastic_resume.agent.restart_log import RestartLog
 from elastic_resume.agent.status_reporter import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
+from elastic_resume.mechanisms.standbys.start_cost import StartCost, find_start_cost
 from elastic_resume.policy import checkpoint_interval, failure_classification, restart
 from elastic_resume.policy.failure_classification import Failure, FailureVerdict, separate_root_causes
 from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.restart import Continue, Exclude, GaveUp, GenerationResult, GiveUp
-from elastic_resume.policy.start_cost import StartCost, find_start_cost
 from elastic_resume.policy.wording import describe, format_node_names
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, read_records
@@ -57,7 +57,7 @@ class RestartController:
         memory_monitor: MemoryMonitor | None = None,
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a generation's workers ended
-        self.list_unreachable_nodes: Callable[[], tuple[str, ...]] = tuple  # names members it cannot reach
+        self.find_more_failures: Callable[[], tuple[Failure, ...]] = tuple  # of the mechanisms
         self.find_gpu_faults: Callable[[], Sequence[GpuFault]] = tuple  # of this node's GPUs
         self.is_spare = False  # a view runs without this node
         self.job_failure: GaveUp | None = None  # why this node ends the job for all nodes
@@ -334,10 +334,7 @@ class RestartController:
             num_nodes=len(self._view.members) if self._view else 1,
             memory_pressure=monitor.read_pressure() if monitor is not None else None,
         )
-        unreachable = self.list_unreachable_nodes()
-        if unreachable:
-            failure = failure_classification.make_network_failure(self._node, unreachable)
-            result = replace(result, failures=(failure, *result.failures))
+        result = replace(result, failures=(*self.find_more_failures(), *result.failures))
         failed = (failed or bool(result.failures)) and not restart.is_way_back(result.failures)
         return replace(result, failed=failed)
 

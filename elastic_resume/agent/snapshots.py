@@ -18,8 +18,10 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.config import Settings
 from elastic_resume.errors import MachineError
+from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
+from elastic_resume.policy.restart import ReplicasDiffer
 from elastic_resume.rendezvous.client import RendezvousClient
-from elastic_resume.rendezvous.core.messages import ReplicasDiverged
 from elastic_resume.slots.committer import CheckpointCommitter, SnapshotDigester
 from elastic_resume.slots.ipc import SnapshotServer
 from elastic_resume.slots.slot_memory import decode_snapshot_id
@@ -35,7 +37,7 @@ class SnapshotService:
     committer: CheckpointCommitter
     digester: SnapshotDigester
 
-    def start_replica_comparison(self, client: RendezvousClient, emit: Callable[..., Any]) -> None:
+    def start_replica_comparison(self, client: RendezvousClient) -> None:
         """Compare this node's state with the other nodes' state, through ``client``, from now on."""
         # A view's generation -> its workers' generation, which is greater if they resumed another job's copy.
         worker_generations: dict[int, int] = {}
@@ -46,22 +48,25 @@ class SnapshotService:
 
         def send_digest(worker_generation: int, step: int, digest: str) -> None:
             view_generations = {worker: view for view, worker in list(worker_generations.items())}
-            client.send_digest(view_generations[worker_generation], step, digest)
+            body = encode_body(StateDigest(step, digest))
+            client.send_fact(DIGESTS.name, view_generations[worker_generation], body)
 
-        def emit_divergence(report: ReplicasDiverged) -> None:
-            verdict = report.verdict
-            emit(
-                "replicas-differ",
-                generation=report.generation,
-                step=verdict.step,
-                agreed_step=verdict.agreed_step,
-                nodes=[list(group) for group in verdict.groups],
-                diverged_nodes=list(verdict.diverged),
-            )
-
-        client.set_divergence_handler(emit_divergence)
         self.digester.on_digest = send_digest
         self.committer.request_comparison = request_digest
+
+
+def emit_divergence(job_end: object, emit: Callable[..., Any]) -> None:
+    """Emit an event if the job has ended because replicas differ."""
+    if isinstance(job_end, ReplicasDiffer):
+        verdict = job_end.verdict
+        emit(
+            "replicas-differ",
+            generation=job_end.generation,
+            step=verdict.step,
+            agreed_step=verdict.agreed_step,
+            nodes=[list(group) for group in verdict.groups],
+            diverged_nodes=list(verdict.diverged),
+        )
 
 
 @contextlib.contextmanager

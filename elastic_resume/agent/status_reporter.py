@@ -19,14 +19,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import constants
-from elastic_resume.agent.slow_rank import SlowRankReporter
 from elastic_resume.events import Event, age_s, get_count, get_seconds, parse_line
-from elastic_resume.policy.start_cost import find_start_cost
+from elastic_resume.mechanisms.mechanism import AgentPart, StatusMember, encode_body
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.world import View
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
@@ -209,11 +208,16 @@ class StatusReporter:
     """The thread of one agent that keeps its status, from `start` to `close`."""
 
     def __init__(
-        self, node_dir: Path, sampler: StatusSampler, slow_ranks: SlowRankReporter, event_tail: EventTail
+        self,
+        node_dir: Path,
+        sampler: StatusSampler,
+        parts: Mapping[AgentPart, StatusMember | None],
+        event_tail: EventTail,
     ) -> None:
+        """``parts`` are those of the mechanisms."""
         self._endpoint_file = node_dir / constants.AGENT_ENDPOINT_FILE
         self._sampler = sampler
-        self._slow_ranks = slow_ranks
+        self._parts = parts
         self._event_tail = event_tail
         self._tracker = GenerationTracker(MAX_GENERATIONS, MAX_FAILURE_EVENTS)
         self._sample: tuple[float, NodeStatus] | None = None  # (time, status)
@@ -283,12 +287,13 @@ class StatusReporter:
                 self._tracker.record_event(event)
         for event in events:
             self._sampler.record_event(event)
-            self._slow_ranks.record_event(event)
-        cost = find_start_cost(events)
-        if cost is not None:
-            self._client.send_start_cost(cost)
-        status = replace(self._sampler.sample(), slow_rank=self._slow_ranks.update(self._client))
-        self._sample = (time.monotonic(), status)
+            for part in self._parts:
+                part.handle_event(event)
+        values = [(member, part.update(self._client)) for part, member in self._parts.items()]
+        members = tuple(
+            (member.name, encode_body(value)) for member, value in values if member and value is not None
+        )
+        self._sample = (time.monotonic(), replace(self._sampler.sample(), mechanisms=members))
 
 
 def _write_private(path: Path, content: dict[str, object]) -> None:

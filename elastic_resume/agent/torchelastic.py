@@ -19,7 +19,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +41,6 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from elastic_resume import __version__, config, console, constants
 from elastic_resume.agent import options, run_help
-from elastic_resume.agent.peer_probe import PeerProbe
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status_reporter import StatusReporter
 from elastic_resume.agent.temporary_dir import make_temporary_dir
@@ -56,6 +55,9 @@ from elastic_resume.errors import (
     NodeExcludedError,
     RendezvousLostError,
 )
+from elastic_resume.mechanisms.mechanism import AgentPart
+from elastic_resume.mechanisms.registry import TOPICS
+from elastic_resume.mechanisms.standbys.start_cost import read_start_cost, send_start_cost
 from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
 from elastic_resume.policy.restart import GenerationReport
@@ -100,7 +102,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self,
         client: RendezvousClient,
         controller: RestartController,
-        peer_probe: PeerProbe,
+        parts: Collection[AgentPart],
         standby: StandbyWorkers,
         *,
         host: str,
@@ -112,11 +114,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
     ) -> None:
         """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order.
 
-        ``store_port``, ``script`` and ``arguments`` are those of `LaunchSpec`.
+        ``store_port``, ``script`` and ``arguments`` are those of `LaunchSpec`, ``parts`` of the mechanisms.
         """
         self._client = client
         self._controller = controller
-        self._peer_probe = peer_probe
+        self._parts = parts
         self._standby = standby
         self._host, self._store_port = host, store_port
         self._local_world_size = local_world_size
@@ -149,7 +151,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         while self._client.restart_requested:
             # The view has ended before its workers start. Another node may have left because of its failures.
             world = self._join_view()
-        self._peer_probe.begin_generation(world)
+        for part in self._parts:
+            part.begin_generation(world)
         # torchelastic passes its environment on to workers.
         os.environ[constants.ENV_GENERATION] = str(world.generation)
         os.environ[constants.ENV_LAST_STEP] = self._controller.limit_last_step(world)
@@ -165,7 +168,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         last_world, view_end = self._world, self._client.view_end
         newest_step, start_cost = 0, self._controller.find_start_cost()
         if start_cost is not None:
-            self._client.send_start_cost(start_cost)
+            send_start_cost(self._client, start_cost)
         if last_world is not None:
             summary = self._report_failure(last_world)
             newest_step = summary.newest_step
@@ -182,9 +185,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
             script=self._script,
             arguments=self._arguments,
         )
-        self._standby.start_missing(start_cost or self._client.start_cost)
+        self._standby.start_missing(start_cost or read_start_cost(self._client))
         try:
-            world = self._client.join(join_spec, lambda: self._standby.start_missing(self._client.start_cost))
+            world = self._client.join(
+                join_spec, lambda: self._standby.start_missing(read_start_cost(self._client))
+            )
         except JobCompleted:
             raise SystemExit(0) from None
         self._standby.wait_for_supervisors(lambda: self._client.restart_requested)
@@ -199,7 +204,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """Report to the leader how a worker of this node failed, if one did, before any decision."""
         summary = self._controller.report_generation()
         if summary.failure is not None:
-            self._peer_probe.handle_failure(summary.failure)
+            for part in self._parts:
+                part.handle_failure(summary.failure)
             summary = self._controller.report_generation()
         if summary.failure is not None:
             self._client.report_failure(world.generation, summary.failure)
@@ -357,6 +363,7 @@ def open_rendezvous(
         max_generation=node_dir.read_generation_of_run() if is_first else node_dir.read_generation(),
         lease=lease_page,
         on_log=on_log,
+        topics=TOPICS,
         render_status=status_reporter.render_status,
     )
     client.start()
@@ -574,8 +581,13 @@ def _is_ignored(name: str) -> bool:
     )
 
 
-def run_workers(spec: LaunchSpec, controller: RestartController, session: RendezvousSession) -> None:
-    """Run the job on this node until it is done.
+def run_workers(
+    spec: LaunchSpec,
+    controller: RestartController,
+    session: RendezvousSession,
+    parts: Collection[AgentPart],
+) -> None:
+    """Run the job on this node until it is done; ``parts`` are those of the mechanisms.
 
     Raises:
         ConfigError: the other nodes reject this node's settings.
@@ -588,9 +600,6 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     config = spec.config
     signals = _stop_signals(config)
     previous = {number: signal.getsignal(number) for number in signals}
-    report = session.client.report_unreachable_peers
-    peer_probe = PeerProbe(spec.rendezvous_config.settings.node_timeout_s, report, controller.has_resumed)
-    controller.list_unreachable_nodes = peer_probe.list_unreachable_nodes
     standby = _create_standby_workers(spec, session.client)
 
     def create_handler(_: RendezvousParameters) -> RendezvousHandler:
@@ -600,7 +609,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         return ElasticRendezvousHandler(
             session.client,
             controller,
-            peer_probe,
+            parts,
             standby,
             host=session.host,
             store_port=spec.store_port,
@@ -612,7 +621,8 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
 
     rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, create_handler)
     _filter_torchelastic_logs()
-    peer_probe.start()
+    for part in parts:
+        part.start(session.client)
     try:
         launch_agent(config, spec.entrypoint, spec.args)
     except SystemExit as end:
@@ -628,7 +638,8 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         raise JobFailedError(describe(job_failure), reason=job_failure) from error
     finally:
         standby.close()
-        peer_probe.close()
+        for part in parts:
+            part.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
     job_end = session.client.job_end

@@ -24,7 +24,7 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.commands.run_directory import default_ckpt_dir
 from elastic_resume.errors import ConfigError, RendezvousLostError, UsageError
-from elastic_resume.policy.wording import describe_slow_rank
+from elastic_resume.mechanisms.registry import STATUS_MEMBERS
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import parse_endpoints
 from elastic_resume.rendezvous.net.protocol import ProtocolError, derive_status_key, load_token
@@ -103,8 +103,10 @@ def _format_headline(status: Mapping[str, Any]) -> list[str]:
     lines.append(f"step {status['step']}, {status['steps_per_s']:.3g} steps/s")
     for node in status["nodes"]:
         lines += wrap_text(node["proof"]) if node["proof"] else []
-        if node["slow_rank"]:
-            lines += wrap_text(f"node {node['node']}: {describe_slow_rank(**node['slow_rank'])}")
+        for member in STATUS_MEMBERS:
+            if node[member.name]:
+                value = member.kind(**node[member.name])
+                lines += wrap_text(f"node {node['node']}: {member.describe(value)}")
     return lines
 
 

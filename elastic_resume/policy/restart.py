@@ -233,6 +233,7 @@ class ReplicasDiffer:
     """Replicas that must be equal are not."""
 
     verdict: DivergenceVerdict
+    generation: int = 0
 
 
 JobFailure = GaveUp | ReplicasDiffer

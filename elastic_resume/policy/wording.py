@@ -387,15 +387,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
-def describe_slow_rank(rank: int | None, own_s: float, others_s: float, gpu: str = "", load: str = "") -> str:
-    """Say how slow a rank is, and what its GPU does."""
-    name = f"rank {rank}" + (f" on {gpu}" if gpu else "") + (f" ({load})" if load else "")
-    return (
-        f"{name} is slow, and all others wait for it: it takes {own_s:.3g} s from a step's end to the next "
-        f"gradient, and they take {others_s:.3g} s"
-    )
-
-
 def explain_verdict(verdict: FailureVerdict) -> list[str]:
     """Describe the root causes and the secondary failures in a few lines."""
     if verdict.root_cause is None:

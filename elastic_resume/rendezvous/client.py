@@ -1,8 +1,8 @@
 """Join a view, finish, fail or leave the job: the agent's blocking calls to the rendezvous.
 
 Three threads take part. The torchelastic thread calls the methods and may block. The rendezvous thread runs
-the state machine and moves the workers' lease. A callback thread writes the log and reports diverged
-replicas, since both may wait for a slow disk.
+the state machine and moves the workers' lease. A callback thread writes the log, which may wait for a slow
+disk.
 
 Every blocking call ends: with the view, with the end of the job, or when this node cannot take part any more.
 """
@@ -15,22 +15,20 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from elastic_resume.errors import ConfigError, JobFailedError, RendezvousLostError
-from elastic_resume.policy.digests import Digest
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import DepartureReason, JobFinished, NodeRefused, OwnObstacle
 from elastic_resume.policy.restart import JobFailure
-from elastic_resume.policy.slow_ranks import SlowRank
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.node import LEAVE_TIMEOUT_S, RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
+from elastic_resume.rendezvous.facts import MAX_BODY_CHARS, Fact, FactBody, Topic
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
@@ -87,13 +85,14 @@ class RendezvousClient:
         max_generation: int,
         lease: WorkerLease,
         on_log: Callable[[interface.EmitEvent], None],
+        topics: Iterable[Topic] = (),
         render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
         """Set up the membership; `start` begins it.
 
         ``max_generation`` is the greatest generation that this node knows of, ``lease`` that of its workers.
-        ``on_log`` is called in the callback thread. ``render_status`` renders the status for status clients,
-        in a thread of its own.
+        ``on_log`` is called in the callback thread. ``topics`` are those of `send_fact`. ``render_status``
+        renders the status for status clients, in a thread of its own.
         """
         self.run_id = config.run_id
         self.node = node
@@ -102,25 +101,20 @@ class RendezvousClient:
         # An unreachable leader is noticed after a node timeout; then the next one must be found.
         self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.settings.node_timeout_s + 1)
         self._has_left = False  # written by the rendezvous thread
-        self.slow_rank: SlowRank | None = None
-        """The slow rank that the leader has named last; written by the rendezvous thread."""
         self._condition = threading.Condition()
-        self.start_cost: StartCost | None = None
-        """That of the job's workers, as far as known; written by the rendezvous thread."""
+        self.verdicts: Mapping[str, Fact] = {}
+        """The leader's newest verdict of each topic; replaced by the rendezvous thread."""
         self._preparations = 0  # how many have begun and not ended
         self._view: interface.StartWorkers | None = None
         self.view_end: interface.StopReason | None = None
         """Why other nodes ended the last view; None if this node's workers did."""
         self._outcome: interface.EndJob | interface.EndMembership | None = None
-        self._callback_queue: queue.SimpleQueue[interface.EmitEvent | messages.ReplicasDiverged | None] = (
-            queue.SimpleQueue()
-        )
-        self._on_divergence: Callable[[messages.ReplicasDiverged], None] = lambda _: None
+        self._callback_queue: queue.SimpleQueue[interface.EmitEvent | None] = queue.SimpleQueue()
         self._callback_thread = threading.Thread(
             target=self._run_callbacks, args=(on_log,), name="elastic-resume-callbacks", daemon=True
         )
         incarnation = make_incarnation(node, state_file.state, listen_endpoint)
-        settings = config.settings_at(listen_endpoint.address)
+        settings = replace(config.settings_at(listen_endpoint.address), topics=tuple(topics))
         self.address = listen_endpoint.address
         self.candidates = settings.candidates
         make_server = functools.partial(
@@ -146,13 +140,13 @@ class RendezvousClient:
     # ---- the torchelastic thread ---------------------------------------------------------------------
 
     def join(
-        self, request: messages.JoinSpec, on_start_cost: Callable[[], None] = lambda: None
+        self, request: messages.JoinSpec, on_verdict: Callable[[], None] = lambda: None
     ) -> interface.StartWorkers:
         """Wait for a view with this node in it. Its workers must be dead.
 
         The view may have ended already: see `restart_requested`. Its failures have to be judged all the same.
-        While this node prepares, a view that runs without it does not end for it. ``on_start_cost`` is called
-        whenever `start_cost` has changed meanwhile.
+        While this node prepares, a view that runs without it does not end for it. ``on_verdict`` is called
+        whenever one of `verdicts` has changed meanwhile.
 
         Raises:
             JobFailedError: a node ended the job for all.
@@ -165,16 +159,16 @@ class RendezvousClient:
             self._view, self.view_end = None, None
             request = replace(request, is_preparing=self._preparations > 0)
             self._server.submit(messages.JoinRequest(request))
-            known_cost = self.start_cost
-        while (view := self._wait_for_view(known_cost)) is None:
-            known_cost = self.start_cost
-            on_start_cost()
+            known = self.verdicts
+        while (view := self._wait_for_view(known)) is None:
+            known = self.verdicts
+            on_verdict()
         return view
 
-    def _wait_for_view(self, known_cost: StartCost | None) -> interface.StartWorkers | None:
-        """Return the view, or None once `start_cost` is not the known one any more."""
+    def _wait_for_view(self, known: Mapping[str, Fact]) -> interface.StartWorkers | None:
+        """Return the view, or None once `verdicts` are not the known ones any more."""
         with self._condition:
-            while self._view is None and self._outcome is None and self.start_cost == known_cost:
+            while self._view is None and self._outcome is None and self.verdicts is known:
                 self._wait_for_change()
             self.raise_if_over()
             return self._view
@@ -211,10 +205,6 @@ class RendezvousClient:
     def report_failure(self, generation: int, failure: Failure) -> None:
         """Report how a worker of this node failed. Call it before `join`."""
         self._server.submit(messages.FailureReport(generation, failure))
-
-    def report_unreachable_peers(self, generation: int, nodes: tuple[str, ...]) -> None:
-        """Report the members that this node cannot reach, also if none are left; from any thread."""
-        self._server.submit(messages.UnreachablePeers(generation, nodes))
 
     def sleep_unless_over(self, duration_s: float) -> None:
         """Sleep until the time has passed or the job is over."""
@@ -274,45 +264,31 @@ class RendezvousClient:
         error = ConfigError if isinstance(reason, NodeRefused) else RendezvousLostError
         raise error(describe(reason), reason=reason)
 
-    # ---- comparisons of nodes: any thread ------------------------------------------------------------
+    def send_fact(self, topic: str, generation: int, body: FactBody) -> None:
+        """Send the newest fact of a topic to the leader, for its judge; from any thread.
 
-    def set_divergence_handler(self, handler: Callable[[messages.ReplicasDiverged], None]) -> None:
-        """Set what the callback thread calls when replicas diverge."""
-        self._on_divergence = handler
-
-    def send_digest(self, generation: int, step: int, digest: str) -> None:
-        """Send the digest of this node's state after a step; from any thread.
-
-        A heartbeat carries one digest: that of the roundest step since the last (`policy.digests`).
+        Only the newest one before each heartbeat is sent. Generation 0: it belongs to the whole job.
         """
-        self._server.submit(messages.StateDigest(generation, step, Digest(digest)))
-
-    def send_own_times(self, generation: int, times_us: tuple[int, ...]) -> None:
-        """Send the median own times of this node's ranks; the leader names a rank that is slow."""
-        self._server.submit(messages.OwnTimes(generation, times_us))
-
-    def send_start_cost(self, cost: StartCost) -> None:
-        """Send what this node's workers have needed to start; a leader passes it on to all nodes."""
-        if cost != self.start_cost:
-            self._server.submit(cost)
+        if len(body) > MAX_BODY_CHARS:
+            raise ValueError(f"a fact about {topic} has {len(body)} characters, more than {MAX_BODY_CHARS}")
+        self._server.submit(Fact(topic, generation, body))
 
     # ---- the rendezvous thread -----------------------------------------------------------------------
 
     def _update_lease(self, node: RendezvousNode) -> None:
         """Move the lease before the effects of an event are carried out."""
         self._has_left = bool(node.end_reason)
-        self.slow_rank = node.state.slow_rank
         if node.running_view is None:
             self._lease.set(-math.inf)
         else:
             self._lease.set(math.inf if self._single_node and node.is_leader else node.lease_until)
-        if node.state.start_cost != self.start_cost:
+        if node.state.verdicts is not self.verdicts:
             with self._condition:
-                self.start_cost = node.state.start_cost
+                self.verdicts = node.state.verdicts
                 self._condition.notify_all()
 
     def _handle_effect(self, effect: interface.Effect) -> None:
-        if isinstance(effect, (interface.EmitEvent, messages.ReplicasDiverged)):
+        if isinstance(effect, interface.EmitEvent):
             self._callback_queue.put(effect)
             return
         with self._condition:
@@ -329,7 +305,4 @@ class RendezvousClient:
 
     def _run_callbacks(self, on_log: Callable[[interface.EmitEvent], None]) -> None:
         while (effect := self._callback_queue.get()) is not None:
-            if isinstance(effect, interface.EmitEvent):
-                on_log(effect)
-            else:
-                self._on_divergence(effect)
+            on_log(effect)

@@ -11,24 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from elastic_resume import constants
+from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.mechanisms.registry import STATUS_MEMBERS
+from elastic_resume.rendezvous.facts import FactBody
 from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_json_value, to_json_value
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus, query_agent
 from elastic_resume.report.generations import Incident
 
 QUERY_TIMEOUT_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class SlowRankStatus:
-    """A rank for which all others wait, and the medians of its and of their own times."""
-
-    rank: int
-    own_s: float
-    others_s: float
-    gpu: str = ""
-    """Its UUID; empty for a rank that trains on the CPU."""
-    load: str = ""
-    """Clock, temperature and slowdowns of the GPU; empty without NVML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +42,10 @@ class NodeStatus:
     commit_failures: int = 0
     problem: str = ""
     """A problem of its disk or memory; empty without one."""
-    slow_rank: SlowRankStatus | None = None
-    """The job's slow rank, if it is on this node."""
     proof: str = ""
     """The newest verdict about a resume, on the node of rank 0."""
+    mechanisms: tuple[tuple[str, FactBody], ...] = ()
+    """By name, the members of the status (`StatusMember`) that have a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +121,13 @@ def describe_node(status: AgentStatus | None) -> dict[str, Any]:
     Ages are as of the reply, so the sample's own age is added to what it says.
     """
     if status is None or status.node_status is None:
-        return dict.fromkeys(["status_age_s", *(field.name for field in fields(NodeStatus))])
+        names = [field.name for field in fields(NodeStatus) if field.name != "mechanisms"]
+        return dict.fromkeys(["status_age_s", *names, *(member.name for member in STATUS_MEMBERS)])
     members = {"status_age_s": status.status_age_s, **asdict(status.node_status)}
+    bodies = dict(members.pop("mechanisms"))
+    for member in STATUS_MEMBERS:
+        body = bodies.get(member.name)
+        members[member.name] = None if body is None else asdict(decode_body(member.kind, body))
     for saved_state in ("snapshot", "checkpoint"):
         age_s = round(members[f"{saved_state}_age_s"] + status.status_age_s, 3)
         members[f"{saved_state}_age_s"] = None if members[f"{saved_state}_step"] is None else age_s

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from elastic_resume.mechanisms.mechanism import AlertKind
+from elastic_resume.mechanisms.registry import ALERTS
 from elastic_resume.policy import wording
 from elastic_resume.policy.hangs import Stall
 from elastic_resume.policy.proof import NOT_PROVED
@@ -50,15 +52,14 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> t
     """Find all alerts of a run, by the time of their first event."""
     root_nodes = {row.number: row.end.node for row in generations if row.end.is_failure}
     found: list[tuple[Alert, str]] = []  # with what tells different problems of a kind apart
-    ends = timeline.select("slow-rank-ended")
     for kind, (severity, describe) in _DESCRIPTIONS.items():
         for event in timeline.select(kind):
             text = describe(event)
             if text:
-                # A hang that another node caused, a resume that was proved, or a rank that is as fast again.
+                # A hang that another node caused, a resume that was proved, or what has ended.
                 is_note = event.raw.get("waits_for_other_node") is True
                 is_note |= event.kind == "proof" and event.get_text("verdict") != NOT_PROVED
-                is_note |= kind == "slow-rank" and _has_ended(event, ends)
+                is_note |= _has_ended(event, timeline.select(_ENDED_BY.get(kind, "")))
                 alert = _make_alert(kind, NOTE if is_note else severity, event, text)
                 found.append((alert, _identify_problem(event)))
     for event in timeline.select("rendezvous"):
@@ -72,12 +73,9 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> t
     return tuple(sorted(_merge_repeated(found, timeline), key=lambda alert: (alert.t, alert.node)))
 
 
-def _has_ended(slow_rank: ParsedEvent, ends: Iterable[ParsedEvent]) -> bool:
-    return any(
-        (end.node, end.rank, end.generation) == (slow_rank.node, slow_rank.rank, slow_rank.generation)
-        and end.t >= slow_rank.t
-        for end in ends
-    )
+def _has_ended(begin: ParsedEvent, ends: Iterable[ParsedEvent]) -> bool:
+    where = begin.node, begin.rank, begin.generation
+    return any((end.node, end.rank, end.generation) == where and end.t >= begin.t for end in ends)
 
 
 def _make_alert(kind: str, severity: str, event: ParsedEvent, text: str) -> Alert:
@@ -178,12 +176,6 @@ def _describe_hang(event: ParsedEvent) -> str:
     return f"no step for {duration} after step {event.step}: {explanation}"
 
 
-def _describe_slow_rank(event: ParsedEvent) -> str:
-    own_s, others_s = event.get_seconds("own_s") or 0.0, event.get_seconds("others_s") or 0.0
-    gpu, load = event.get_text("gpu"), event.get_text("load")
-    return wording.describe_slow_rank(event.rank, own_s, others_s, gpu, load)
-
-
 def _describe_stall(fact: object) -> str:
     try:
         return wording.describe_stall(from_json(Stall, fact))
@@ -199,6 +191,10 @@ def _describe_preload(event: ParsedEvent) -> str:
 
 def _describe_fork_server_exit(event: ParsedEvent) -> str:
     return "" if event.get_count("exit_code") == 0 else "the fork server died and was replaced"
+
+
+def _describe_raw(alert: AlertKind, event: ParsedEvent) -> str:
+    return alert.describe(dict(event.raw))
 
 
 def _describe_stuck_worker(event: ParsedEvent) -> str:
@@ -223,13 +219,16 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
     "hang": (BAD, _describe_hang),
     "worker-exit": (BAD, _describe_stuck_worker),
     "hang-ended": (NOTE, lambda event: f"the hang after step {event.step} ended without a restart"),
-    "slow-rank": (BAD, _describe_slow_rank),
-    "slow-rank-ended": (NOTE, lambda event: f"rank {event.rank} was no longer slow at step {event.step}"),
     "drain": (NOTE, _describe_drain),
     "preemption-notice": (NOTE, _describe_notice),
     "fork-server-ready": (NOTE, _describe_preload),
     "fork-server-exit": (NOTE, _describe_fork_server_exit),
+    **{
+        alert.kind: (BAD if alert.is_bad else NOTE, functools.partial(_describe_raw, alert))
+        for alert in ALERTS
+    },
 }
+_ENDED_BY = {alert.kind: alert.ended_by for alert in ALERTS}
 _RENDEZVOUS_SEVERITIES = {
     "disk": BAD,
     "refused": BAD,

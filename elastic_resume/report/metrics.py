@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from elastic_resume.errors import ConfigError
+from elastic_resume.mechanisms.registry import MECHANISMS
 from elastic_resume.rendezvous.net.protocol import ProtocolError
 from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, describe_node
 from elastic_resume.report.generations import INCIDENT_KINDS, RECOVERY_BUCKETS_S
@@ -129,14 +130,15 @@ def _collect_node_metrics(status: AgentStatus) -> Iterator[Metric]:
     )
     problem.add_metric(name_label, float(bool(node["problem"])))
     yield problem
-    slow_rank = GaugeMetricFamily(
-        f"{PREFIX}slow_rank",
-        "How many times as long a rank of the node takes as the others; no sample while none is slow.",
-        labels=["node", "rank"],
-    )
-    if slow := node["slow_rank"]:
-        slow_rank.add_metric([*name_label, str(slow["rank"])], slow["own_s"] / slow["others_s"])
-    yield slow_rank
+    for mechanism in MECHANISMS:
+        if mechanism.gauge and mechanism.status:
+            gauge = GaugeMetricFamily(
+                PREFIX + mechanism.gauge.name, mechanism.gauge.text, labels=["node", mechanism.gauge.label]
+            )
+            if member := node[mechanism.status.name]:
+                label, value = mechanism.gauge.sample(member)
+                gauge.add_metric([*name_label, label], value)
+            yield gauge
     for name, (text, key) in NODE_COUNTERS.items():
         counter = CounterMetricFamily(PREFIX + name, text, labels=["node"])
         counter.add_metric(name_label, node[key])

@@ -31,11 +31,13 @@ MAX_LOCAL_RANKS = 1024
 # Makes a worker with a ``stack_output_fd`` write the stacks of its threads; not used by known schedulers,
 # launchers or libraries.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
+MAX_MEASUREMENTS = 4
 _STEP_FIELDS = ("generation", "step", "world_size", "busy")
 _DETAIL_FIELDS = (
     "rank", "agent_pid", "assigned_generation", "pid", "start_ticks", "first_step",
     "last_progress_ns", "busy_until_ns", "epoch_end_step",
-    "stack_output_fd", "stack_request_fd", "own_time_us",
+    "stack_output_fd", "stack_request_fd",
+    *(f"measurement_{word}" for word in range(MAX_MEASUREMENTS)),
 )  # fmt: skip
 _STEP_WORDS, _DETAIL_WORDS = len(_STEP_FIELDS), 16
 _DETAIL_START = MAX_LOCAL_RANKS * _STEP_WORDS
@@ -72,7 +74,7 @@ class ProgressRecord:
 
     ``last_progress_ns`` is the time of the last step or of the end of a busy period; 0 before the first step
     and after the last. ``busy`` ends at ``busy_until_ns``, 0 for no limit. ``epoch_end_step`` is the last
-    step of the last finished epoch. ``own_time_us`` is the median of the newest steps' own times, 0 if
+    step of the last finished epoch. ``measurements`` are words of the `mechanisms`, 0 if
     unknown. Times are of CLOCK_MONOTONIC.
     """
 
@@ -86,7 +88,7 @@ class ProgressRecord:
     last_progress_ns: int
     busy_until_ns: int
     epoch_end_step: int
-    own_time_us: int = 0
+    measurements: tuple[int, ...] = ()
 
 
 class ProgressPage:
@@ -118,7 +120,9 @@ class ProgressPage:
         """Record that ``local_rank`` starts ``generation`` at ``step`` in process ``worker``."""
         # A record without a pid is invalid, so the pid is cleared first and stored last.
         self._store(local_rank, pid=0, last_progress_ns=0, busy_until_ns=0, epoch_end_step=0)
-        self._store(local_rank, first_step=step, step=0, busy=0, own_time_us=0)
+        self._store(local_rank, first_step=step, step=0, busy=0)
+        for word in range(MAX_MEASUREMENTS):
+            self.set_measurement(local_rank, word, 0)
         self._store(local_rank, world_size=world_size, generation=generation)
         self._store(local_rank, step=step)
         if worker is not None:
@@ -129,9 +133,9 @@ class ProgressPage:
         """Record that ``local_rank`` finished ``step``."""
         self._store(local_rank, step=step, last_progress_ns=time.monotonic_ns())
 
-    def set_own_time(self, local_rank: int, median_us: int) -> None:
-        """Record the median of the newest own times of ``local_rank``; 0 if it is unknown."""
-        self._store(local_rank, own_time_us=median_us)
+    def set_measurement(self, local_rank: int, word: int, value: int) -> None:
+        """Record what a mechanism has measured of ``local_rank``; 0 if it is unknown."""
+        self._store(local_rank, **{f"measurement_{word}": value})
 
     def end_epoch(self, local_rank: int, step: int) -> None:
         """Record that ``step`` ended an epoch."""
@@ -213,4 +217,7 @@ def _parse_record(local_rank: int, step_words: bytes, detail_words: bytes) -> Pr
     if max(details["stack_output_fd"], details["stack_request_fd"]) >= 1 << 30:
         return None
     worker = WorkerProcess(**{name: details.pop(name) for name in WorkerProcess.__dataclass_fields__})
-    return ProgressRecord(local_rank, generation, step, world_size, bool(busy), worker, **details)
+    measurements = tuple(details.pop(f"measurement_{word}") for word in range(MAX_MEASUREMENTS))
+    return ProgressRecord(
+        local_rank, generation, step, world_size, bool(busy), worker, **details, measurements=measurements
+    )

@@ -69,9 +69,9 @@ class RankHeartbeat:
         """Record that this rank has finished ``step``."""
         self._progress_page.finish_step(self._local_rank, step)
 
-    def set_own_time(self, median_us: int) -> None:
-        """Record the median of this rank's newest own times; 0 if it is unknown."""
-        self._progress_page.set_own_time(self._local_rank, median_us)
+    def set_measurement(self, word: int, value: int) -> None:
+        """Record what a mechanism has measured of this rank; 0 if it is unknown."""
+        self._progress_page.set_measurement(self._local_rank, word, value)
 
     def end_epoch(self, step: int) -> None:
         """Record that ``step`` was an epoch's last one; an evaluation may follow."""

@@ -29,6 +29,7 @@ from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.data.global_batches import MicroBatch
 from elastic_resume.data.rank_values import exchange
 from elastic_resume.errors import MachineError, UsageError, WorldChanged
+from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.group_connections import GroupConnections
@@ -39,7 +40,6 @@ from elastic_resume.state import state_dict
 from elastic_resume.training import announce, ddp, ddp_check, hsdp, worker_exit
 from elastic_resume.training.first_steps import FirstSteps
 from elastic_resume.training.heartbeat import BUSY_LIMIT_S, count_collectives
-from elastic_resume.training.own_time import OwnTime
 from elastic_resume.training.progress import StepLimit
 from elastic_resume.training.rank0_buffers import Rank0Buffers
 from elastic_resume.training.restartable import (
@@ -128,7 +128,7 @@ class Run:
         self._state_bytes = parts.state_bytes
         self._progress = parts.progress
         self._heartbeat = parts.heartbeat
-        self._own_time = OwnTime(parts.heartbeat.set_own_time, count_collectives)
+        self._observers = make_step_observers(parts.heartbeat.set_measurement, count_collectives)
         self._snapshot_scheduler = parts.snapshot_scheduler
         self._plan = parts.result.plan
         self._replay = parts.replay
@@ -216,7 +216,7 @@ class Run:
                 )
             if name is not None and isinstance(wrapper, DistributedDataParallel):
                 self._bucket_order.prepare(name, inner, wrapper)
-                self._own_time.watch(wrapper)
+                self._observers.watch(wrapper)
                 self._wrappers.add(wrapper)
             return model
         if self._is_restartable:
@@ -226,7 +226,7 @@ class Run:
             wrapped = ddp.wrap(model, is_tracked=name is not None, **ddp_kwargs)
             if name is not None:
                 self._bucket_order.prepare(name, inner, wrapped)
-                self._own_time.watch(wrapped)
+                self._observers.watch(wrapped)
         self._wrappers.add(wrapped)
         return wrapped
 
@@ -405,7 +405,7 @@ class Run:
         self._record_step(position)
         if is_drained:
             self._drain_request.terminate_process()
-        self._own_time.end_step()
+        self._observers.end_step()
         self._first_steps.end_step()
 
     def _record_step(self, position: Position) -> None:
@@ -783,7 +783,7 @@ class Run:
         else:
             self._stop_waiting_for_peers()
         atexit.unregister(self._release)  # the registration would keep this run and its slots alive
-        self._own_time.close()
+        self._observers.close()
         self._heartbeat.close()
         self._bucket_order.close()
         self._first_steps.close()

@@ -12,7 +12,10 @@ from elastic_resume import constants
 from elastic_resume.agent.snapshots import serve_snapshots
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
+from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
 from elastic_resume.policy.checkpoint_interval import AUTO
+from elastic_resume.rendezvous.facts import FactBody
 from elastic_resume.slots.ipc import SnapshotClient
 from elastic_resume.testing import Cluster
 from tests.support.rendezvous_nodes import wait_until
@@ -47,14 +50,12 @@ class FakeClient:
     node = "a"
 
     def __init__(self) -> None:
-        self.digests: list[tuple[int, int, str]] = []
+        self.digests: list[tuple[int, int]] = []
 
-    def set_divergence_handler(self, handler: Any) -> None:
-        """Drop the handler; nothing diverges."""
-
-    def send_digest(self, *digest: Any) -> None:
-        """Keep it."""
-        self.digests.append(digest)
+    def send_fact(self, topic: str, generation: int, body: FactBody) -> None:
+        """Keep the digest."""
+        assert topic == DIGESTS.name
+        self.digests.append((generation, decode_body(StateDigest, body).step))
 
 
 def test_digest_is_sent_under_the_generation_of_the_view(tmp_path: Path) -> None:
@@ -66,12 +67,12 @@ def test_digest_is_sent_under_the_generation_of_the_view(tmp_path: Path) -> None
         NodeDir.claim(tmp_path, "job", "a") as node_dir,
         serve_snapshots(node_dir.path, settings, nothing) as service,
     ):
-        service.start_replica_comparison(client, nothing)
+        service.start_replica_comparison(client)
         slot_pool = service.committer.slot_pool
         connection = SnapshotClient(os.environ[constants.ENV_COMMITTER])
         slot_pool.reserve(SLOT_BYTES)
         snapshot_id = write_snapshot(slot_pool._owned[0].slot, 9, generation=51)
         connection.send("compare", snapshot_id=snapshot_id, generation=1)
         wait_until(lambda: bool(client.digests), "the digest")
-        assert client.digests[0][:2] == (1, 9)
+        assert client.digests[0] == (1, 9)
         connection.close()

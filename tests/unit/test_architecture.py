@@ -28,6 +28,7 @@ LAYERS = """
     slots
     rendezvous
     state data
+    mechanisms
     ranks
     proof
     restore capture
@@ -43,8 +44,10 @@ MAY_IMPORT_TORCH = (
     *(f"{package}/" for package in sorted(WORKER_PACKAGES)),
     "agent/torchelastic.py",
     "agent/workers/forkserver.py",
+    "mechanisms/slow_ranks/own_time.py",
+    "mechanisms/mechanism.py",  # for types only
 )
-PURE = ("policy/", "rendezvous/core/", "rendezvous/replica_comparison")
+PURE = re.compile(r"policy/|rendezvous/core/|rendezvous/facts|mechanisms/\w+/judge")
 IMPURE = frozenset(
     ["time", "os", "io", "socket", "asyncio", "random", "subprocess", "threading", "pathlib", "secrets"]
 )
@@ -166,7 +169,7 @@ def test_only_one_module_imports_torchelastic(modules: list[Module]) -> None:
 
 def test_decisions_are_pure(modules: list[Module]) -> None:
     """No clock, file, socket, process or random number in policy and in the core of the rendezvous."""
-    pure = [module for module in modules if module.path.startswith(PURE)]
+    pure = [module for module in modules if PURE.match(module.path)]
     assert pure
     assert {m.path: impure for m in pure if (impure := {n.split(".")[0] for n in m.imports} & IMPURE)} == {}
 
@@ -217,12 +220,15 @@ def test_no_identifier_or_message_uses_retired_word(modules: list[Module]) -> No
 
 
 def test_names_of_modules_and_classes_are_unique(modules: list[Module]) -> None:
-    """A reader who meets a name has one place to look. Lightning has two packages with equal names."""
+    """A reader who meets a name has one place to look. Lightning has two packages with equal names.
+
+    The packages of mechanisms have the same shape, so the same names of modules.
+    """
     places: dict[str, list[str]] = {}
     for module in modules:
         stem = module.path.rsplit("/")[-1]
         classes = [node.name for node in ast.parse(module.text).body if isinstance(node, ast.ClassDef)]
-        for name in classes if module.path.startswith("integrations/") else [*classes, stem]:
+        for name in classes if module.path.startswith(("integrations/", "mechanisms/")) else [*classes, stem]:
             places.setdefault(name, []).append(module.path)
     repeated = {
         name: paths
@@ -239,7 +245,7 @@ SENTENCE_READERS = frozenset(
 SENTENCE_FIELDS = frozenset({"message", "text", "reason", "detail"})
 # These read texts from outside: the exception of a worker, or an error of the system.
 OUTSIDE_TEXTS = {
-    ("agent/peer_probe.py", "handle_failure"),
+    ("mechanisms/unreachable_peers/probe.py", "handle_failure"),
     ("policy/failure_classification.py", "signature"),
     ("policy/failure_classification.py", "_refine_kind"),
 }
@@ -304,7 +310,8 @@ def test_no_sentence_is_parsed(modules: list[Module]) -> None:
     found = {
         (module.path, function, line)
         for module in modules
-        if module.package in {"policy", "agent", "rendezvous", "report"} and module is not wording
+        if module.package in {"policy", "agent", "mechanisms", "rendezvous", "report"}
+        and module is not wording
         for function, line in find_parsed_sentences(ast.parse(module.text), makers)
     }
     assert {row for row in found if row[:2] not in OUTSIDE_TEXTS} == set()

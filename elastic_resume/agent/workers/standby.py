@@ -24,7 +24,7 @@ from string import Template
 
 from elastic_resume import constants
 from elastic_resume.agent.workers import forkserver, worker_request
-from elastic_resume.policy.start_cost import StartCost, choose_standby_ranks
+from elastic_resume.mechanisms.standbys.start_cost import StartCost, choose_standby_ranks
 from elastic_resume.policy.wording import describe_standby_failure, describe_standby_start
 
 logger = logging.getLogger(__name__)

@@ -31,9 +31,9 @@ Messages. A node follows a leader when it has been welcomed and has sent its fir
 
     candidate → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
     follower  → leader      Heartbeat JoinRequest Vote ProposalAck NodeFinished FailureReport FailJob
-                            UnreachablePeers Preparation LeaveNotice
+                            Preparation LeaveNotice
     leader    → follower    Heartbeat RequestVote VoteHeld Propose StartView Decided EndView Waiting
-                            ReplicasDiverged JobEnd Redirect Refused LeaveNotice
+                            JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect
 
 How a view is decided (`quorum`, `voter`, `decision`): `docs/concepts/worlds.md` has the argument, the
@@ -56,11 +56,11 @@ workers have finished are named in `StartView`, so that a later view takes no st
 
 A node whose new workers take long to start joins with `is_preparing`, or sends a `Preparation` later. Others
 that are enough form the next view without it, if a member of the last view is among them. A running view
-ends for it only after the `Preparation` that says that it is ready. How long workers take to start is in the
-leader's heartbeats (`StartCost`), so a spare or a newcomer can prepare before it is needed.
+ends for it only after the `Preparation` that says that it is ready.
 
-Two followers may be unable to reach each other. Then a node reports `UnreachablePeers`, the view ends, and
-the next one leaves out one of the two. It remains a follower, and joins once it reports that it reaches all.
+Heartbeats carry facts of the nodes, and the leader's verdicts about them, which the core does not read: see
+`rendezvous/facts.py`. A judgment may end the view, fail the job, or keep two nodes apart: a view leaves out
+one of the two, which remains a follower.
 
 Limits. A node that finished and cannot reach a quorum waits for the join timeout. After a machine is
 suspended, its workers may run 50 ms before their supervisor checks the lease.

@@ -25,6 +25,7 @@ from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
+from elastic_resume.rendezvous.facts import Fact
 
 FIRST_REDIAL_PAUSE_S = 0.005
 """Before the second call to a lost leader. Each later pause doubles, up to `probe_interval_s`."""
@@ -65,6 +66,7 @@ class Follower(Role):
         state.voter.mark_former_ended(self.leader)
         state.voter.note_leader_link(self.leader, link)
         state.voter.note_leader(self.leader)
+        state.outbox.renew()
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
         """Handle one message. Those of other nodes are answered, and may name another leader."""
@@ -132,8 +134,12 @@ class Follower(Role):
             state.start_workers(state.view, message, lease_until)
 
     def _handle_heartbeat(self, _: Link, message: messages.Heartbeat) -> None:
-        self.state.slow_rank = message.slow_rank
-        self.state.start_cost = message.start_cost or self.state.start_cost
+        state = self.state
+        # A leader that knows less may follow one that has found something about the whole job.
+        kept = {topic: fact for topic, fact in state.verdicts.items() if not fact.generation}
+        verdicts = kept | {fact.topic: fact for fact in message.facts}
+        if verdicts != state.verdicts:
+            state.verdicts = verdicts
 
     def _handle_waiting(self, _: Link, message: messages.Waiting) -> None:
         self.wait_reason = message.reason
@@ -184,6 +190,7 @@ class Follower(Role):
             self.state.voter.leader_links[self.leader] = link
             self.state.adopt_view(message.view, self.leader)
             self.state.voter.note_leader(self.leader)
+            self.state.outbox.renew()
             self.send_reports()
         elif isinstance(message, JobEnd):
             self.state.learn_end(message)
@@ -271,8 +278,7 @@ class Follower(Role):
         if self.proposal and not state.voter.is_voter and not self.has_acknowledged:
             self._acknowledge(self.proposal.ballot)
         if state.now >= self.next_heartbeat_at:
-            state.send(self.link, messages.Heartbeat(state.digests.take(), state.own_times))
-            state.own_times = None
+            state.send(self.link, messages.Heartbeat(state.outbox.take()))
             self.next_heartbeat_at = state.now + state.settings.heartbeat_interval_s
 
     def _vote(self, request: messages.RequestVote) -> None:
@@ -309,7 +315,8 @@ class Follower(Role):
         """Repeat what may have changed since the hello was sent."""
         state = self.state
         reports = (
-            state.unreachable_peers,
+            # First, since the leader may form a view as soon as it knows that this node has joined.
+            messages.Heartbeat(facts) if (facts := state.outbox.take()) else None,
             state.failure_report,
             messages.FailJob(state.job_failure) if state.job_failure else None,
             messages.LeaveNotice(state.leaving, is_final=False) if state.leaving else None,
@@ -320,6 +327,9 @@ class Follower(Role):
                 self._send(report)
         if state.finished_generation and not state.join:
             self._report_finished()
+
+    def _send_facts(self) -> None:
+        self.next_heartbeat_at = self.state.now
 
     def _report_finished(self) -> None:
         self._send(messages.NodeFinished(self.state.finished_generation))
@@ -355,7 +365,6 @@ class Follower(Role):
         messages.Decided: lambda self, _, decided: self._adopt(decided.view),
         messages.EndView: lambda self, _, end: self.state.stop_workers(end.reason),
         messages.Waiting: _handle_waiting,
-        messages.ReplicasDiverged: lambda self, _, report: self.state.effects.append(report),
         messages.Redirect: _handle_redirect,
         messages.Refused: _handle_refusal,
         messages.LeaveNotice: _handle_leave_notice,
@@ -365,7 +374,7 @@ class Follower(Role):
         messages.JoinRequest: lambda self, _, request: self._send(request),
         messages.Preparation: lambda self, _, message: self._send(message),
         messages.FailureReport: lambda self, *_: self.send_reports(),
-        messages.UnreachablePeers: lambda self, *_: self.send_reports(),
+        Fact: lambda self, *_: self._send_facts(),
         messages.FailJob: lambda self, *_: self.send_reports(),
         interface.WorkersFinished: lambda self, *_: self._report_finished(),
         interface.Leave: lambda self, *_: self.send_reports(),

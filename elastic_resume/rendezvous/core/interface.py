@@ -22,20 +22,16 @@ from elastic_resume.policy.reasons import (
     WaitReason,
 )
 from elastic_resume.policy.restart import JobFailure
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core.messages import (
     FailJob,
     FailureReport,
     Header,
     JoinRequest,
     Message,
-    OwnTimes,
     Preparation,
-    ReplicasDiverged,
-    StateDigest,
-    UnreachablePeers,
 )
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
+from elastic_resume.rendezvous.facts import Fact, Topic
 
 UNCROWDED_NODES = 64
 """A leader answers so many nodes before any call times out."""
@@ -68,6 +64,8 @@ class RendezvousSettings:
     """Between two rounds of a leader's announcements."""
     lease_margin: float = 0.05
     """Share of a lease kept back for different clock rates and the time it takes to kill workers."""
+    topics: tuple[Topic, ...] = ()
+    """Of the facts that this node knows and, as leader, judges."""
 
     @property
     def heartbeat_interval_s(self) -> float:
@@ -172,11 +170,8 @@ Event = (
     | Preparation
     | WorkersFinished
     | FailureReport
-    | UnreachablePeers
     | FailJob
-    | StateDigest
-    | OwnTimes
-    | StartCost
+    | Fact
     | Leave
     | Persisted
 )
@@ -306,16 +301,6 @@ class EmitEvent:
     generation: int = 0
 
 
-# `ReplicasDiverged` reports that replicas differ; other effects end the view or the job.
 Effect = (
-    Connect
-    | Disconnect
-    | Send
-    | Persist
-    | StartWorkers
-    | StopWorkers
-    | ReplicasDiverged
-    | EndJob
-    | EndMembership
-    | EmitEvent
+    Connect | Disconnect | Send | Persist | StartWorkers | StopWorkers | EndJob | EndMembership | EmitEvent
 )

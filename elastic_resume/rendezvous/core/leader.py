@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from elastic_resume.policy.digests import DivergenceVerdict
-from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.reasons import (
     DepartureReason,
     Loss,
     NodeLost,
-    NodesUnreachable,
     ViewEnd,
     ViewEndOf,
     ViewEndReason,
@@ -22,9 +19,6 @@ from elastic_resume.policy.reasons import (
     WorkersStopped,
     name_nodes,
 )
-from elastic_resume.policy.restart import ReplicasDiffer
-from elastic_resume.policy.slow_ranks import SlowRank, find_slow_rank
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.admission import Admission
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
@@ -32,11 +26,10 @@ from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
-from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
+from elastic_resume.rendezvous.facts import Fact, FactBoard, Scope
 
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""
-MAX_REPORTED_PEERS = 64
 
 
 class Leader(Role):
@@ -49,14 +42,12 @@ class Leader(Role):
         self.new_leader_address = ""
         self.pending_welcomes: dict[int, tuple[messages.Hello, int]] = {}
         """Nodes that were welcomed on a connection and have not replied on it, and the newest view then."""
+        scope = Scope(0, (), state.incarnation.node, state.settings.node_timeout_s)
+        self.board = FactBoard(state.settings.topics, state.verdicts, scope)
         self.view_change = ViewChange(state, self.peers)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
-        self.replicas = ReplicaComparison(state.settings.node_timeout_s)
-        self.own_times: dict[str, messages.OwnTimes] = {}
-        """The newest of each node, by its name."""
-        self.last_comparison: SlowRank | None = None
-        """The rank that was slow in the last comparison of own times; perhaps not named yet."""
-        self.heartbeat = messages.Heartbeat(start_cost=state.start_cost)  # shared, so that it is encoded once
+        self.heartbeat = messages.Heartbeat(tuple(self.board.verdicts.values()))
+        """Shared by all followers, so that it is encoded once."""
         self.admission = Admission(
             state, self.peers, self._remove_peer, lambda: self.running_view is not None
         )
@@ -67,6 +58,8 @@ class Leader(Role):
         self.seen_durable_version = 0
         self.next_scan_at = state.now
         self.next_probe_at = state.now
+        state.outbox.renew()
+        self._add_facts(state.incarnation, state.outbox.take())
         self.finished_generation = 0
         """The newest generation in which a node has finished."""
         state.emit_event("leading")
@@ -89,10 +82,6 @@ class Leader(Role):
             len(view.members) if rank is None else rank,
             view.history if view.members else "",
         )
-
-    def _make_heartbeat(self) -> messages.Heartbeat:
-        """Return the heartbeat for all followers."""
-        return messages.Heartbeat(slow_rank=self.state.slow_rank, start_cost=self.state.start_cost)
 
     def _send(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
@@ -124,9 +113,8 @@ class Leader(Role):
 
     def _handle_heartbeat(self, peer: Peer, message: messages.Heartbeat) -> None:
         self._send(peer, self.heartbeat)
-        self._compare_digest(peer.incarnation, message.state_digest)
-        if message.own_times:
-            self.own_times[peer.incarnation.node] = message.own_times
+        if message.facts:
+            self._add_facts(peer.incarnation, message.facts)
 
     def _handle_join(self, peer: Peer, message: messages.JoinRequest) -> None:
         peer.join, peer.running_generation = message.join, 0
@@ -168,22 +156,6 @@ class Leader(Role):
             self._remove_peer(peer, Loss.LEFT, message.departure)
         else:
             self._handle_leaving(peer, message.departure)
-
-    def _note_unreachable(self, reporter: Incarnation, report: messages.UnreachablePeers) -> None:
-        """End the view if two of its members cannot reach each other; admit nodes that others reach again."""
-        view_change, nodes = self.view_change, frozenset(report.nodes[:MAX_REPORTED_PEERS])
-        view = self.running_view if self._runs_on(reporter) else None
-        if view and report.generation != view.generation:
-            nodes -= {member.node for member in view.members}  # from before this generation began
-        reached = view_change.unreachable_nodes.get(reporter, frozenset()) - nodes
-        view_change.unreachable_nodes[reporter] = nodes
-        if view and view_change.is_cut_off(reporter, view):
-            self.end_view(NodesUnreachable(reporter.node, name_nodes(nodes)))
-        view_change.schedule_scale_up(reporter, self.running_view)
-        for peer in self.peers:
-            if peer.incarnation.node in reached and peer.join and not peer.join.is_preparing:
-                view_change.schedule_scale_up(peer.incarnation, self.running_view)
-        view_change.reevaluate()
 
     def _handle_leaving(self, peer: Peer, departure: DepartureReason) -> None:
         """Form a view without a follower, which leaves when that is decided."""
@@ -328,6 +300,7 @@ class Leader(Role):
         if not peer.is_leaving:
             state.emit_event("lost", lost)
         state.record_lost_member(peer.incarnation, lost)
+        self.board.remove(peer.incarnation.node)
         self.view_change.handle_removed(peer.incarnation)
         view = self.running_view
         if view is None or peer.incarnation not in view.members:
@@ -372,7 +345,7 @@ class Leader(Role):
             if peer.running_generation == view.generation and peer.disconnected_at is None:
                 self._send(peer, message)
         self.running_view = None
-        self.replicas.reset()
+        self.board.end_view()
         self.state.stop_workers(reason, immediately=immediately)
         self.view_change.began_at = self.state.now
         self.view_change.reevaluate()
@@ -404,10 +377,10 @@ class Leader(Role):
         if state.now >= self.next_scan_at:
             self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
-            self._compare_digest(state.incarnation, state.digests.take())
-        verdict = self.replicas.find_verdict(state.now)
-        if verdict and self.running_view:
-            self._report_divergence(self.running_view, verdict)
+            self._add_facts(state.incarnation, state.outbox.take())
+            self.board.is_due = True
+        if self.board.is_due:
+            self._judge_facts()
         self._probe_disconnected()
         self.discovery.advance()
         if self.view_change.end is None and (state.job_failure or self._is_job_finished()):
@@ -422,43 +395,23 @@ class Leader(Role):
                 state.backoff.note_newcomers(state.now)
                 self.end_view(ViewEnd.NEWCOMERS)
 
-    def _compare_digest(self, node: Incarnation, digest: messages.StateDigest | None) -> None:
-        view = self.running_view
-        if digest and view and digest.generation == view.generation and view.rank(node) is not None:
-            self.replicas.add(node, digest, self.state.now)
+    def _add_facts(self, node: Incarnation, facts: tuple[Fact, ...]) -> None:
+        self.board.add(node.node, facts, self.state.now, is_member=self._runs_on(node))
 
-    def _compare_own_times(self, _: None, own: messages.OwnTimes) -> None:
-        """Look for a slow rank. This node's own times come once a second, so this is often enough."""
-        state, view = self.state, self.running_view
-        self.own_times[state.incarnation.node] = own
-        generation, members = (view.generation, view.members) if view else (0, ())
-        times_us = {
-            member.node: known.times_us
-            for member in members
-            if (known := self.own_times.get(member.node)) and known.generation == generation
-        }
-        is_complete = len(times_us) == len(members)
-        slow = find_slow_rank(generation, times_us, self.last_comparison) if is_complete else None
-        self.last_comparison = slow
-        state.slow_rank = slow if slow and slow.is_named else None
-        self.heartbeat = self._make_heartbeat()
-
-    def _handle_own_start_cost(self, *_: object) -> None:
-        self.heartbeat = self._make_heartbeat()
-
-    def _report_divergence(self, view: View, verdict: DivergenceVerdict) -> None:
-        """Report to every member that replicas differ, and end the job."""
-        state, report = self.state, messages.ReplicasDiverged(view.generation, verdict)
-        for peer in self.peers:
-            if peer.disconnected_at is None:
-                self._send(peer, report)
-        state.effects.append(report)
-        # Recorded as a failure of each wrong node, so that it is the root cause of the job's end.
-        for member in view.members:
-            if member.node in verdict.diverged:
-                failure = Failure(DIVERGENCE, member.node, None, step=verdict.step)
-                state.record_failure_report(member, messages.FailureReport(view.generation, failure))
-        state.job_failure = ReplicasDiffer(verdict)
+    def _judge_facts(self) -> None:
+        """Do what the verdicts ask for, and send them with the next heartbeats."""
+        state = self.state
+        for verdict in self.board.judge(state.now):
+            for failure in verdict.root_causes:
+                state.failure_log.record(state.failed_generation, failure)
+            state.job_failure = verdict.job_failure or state.job_failure
+            if verdict.view_end:
+                self.end_view(verdict.view_end)
+        if self.view_change.apart != self.board.apart:
+            self.view_change.keep_apart(self.board.apart, self.running_view)
+        if state.verdicts is not self.board.verdicts:
+            state.verdicts = self.board.verdicts
+            self.heartbeat = messages.Heartbeat(tuple(state.verdicts.values()))
 
     def _lacks_quorum(self) -> bool:
         """Return whether others should lead: nodes that this one cannot reach may follow them."""
@@ -578,7 +531,7 @@ class Leader(Role):
         self.running_view, state.started_generation = view, view.generation
         state.backoff.note_start(state.now, start.newest_step)
         self.view_change.handle_view_started(view)
-        self.replicas.reset(view.members)
+        self.board.start_view(view.generation, tuple(member.node for member in view.members))
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
@@ -716,18 +669,11 @@ class Leader(Role):
         Vote: _handle_vote,
         messages.ProposalAck: lambda self, peer, ack: self.view_change.handle_ack(peer.incarnation, ack),
         messages.FailureReport: _handle_failure,
-        messages.UnreachablePeers: lambda self, peer, report: self._note_unreachable(
-            peer.incarnation, report
-        ),
     }
     _OWN_HANDLERS: ClassVar[Handlers] = {
         messages.JoinRequest: _handle_own_join,
         messages.Preparation: _handle_own_preparation,
-        messages.OwnTimes: _compare_own_times,
-        StartCost: _handle_own_start_cost,
-        messages.UnreachablePeers: lambda self, _, report: self._note_unreachable(
-            self.state.incarnation, report
-        ),
+        Fact: lambda self, *_: self._add_facts(self.state.incarnation, self.state.outbox.take()),
         messages.FailureReport: _handle_own_failure,
         interface.WorkersFinished: lambda self, *_: self.view_change.reevaluate(),
     }

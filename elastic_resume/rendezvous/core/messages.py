@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.policy.digests import Digest, DivergenceVerdict
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import DepartureReason, NodeArguments, Refusal, ViewEndReason, WaitReason
 from elastic_resume.policy.restart import JobFailure
-from elastic_resume.policy.slow_ranks import SlowRank
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
+from elastic_resume.rendezvous.facts import Fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,38 +122,10 @@ class JoinRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class StateDigest:
-    """The digest of one node's state after a step."""
-
-    generation: int
-    step: int
-    digest: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTimes:
-    """The median own time of each local rank of one node in microseconds; 0 if it is unknown."""
-
-    generation: int
-    times_us: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Renew leases by the header. A follower adds the first two fields, the leader the others."""
+    """Renew leases by the header. A follower adds its new facts, the leader all verdicts (`facts`)."""
 
-    state_digest: StateDigest | None = None
-    own_times: OwnTimes | None = None
-    slow_rank: SlowRank | None = None
-    start_cost: StartCost | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicasDiverged:
-    """Report that the replicas of a generation differ; the job ends."""
-
-    generation: int
-    verdict: DivergenceVerdict
+    facts: tuple[Fact, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +193,6 @@ class FailureReport:
 
     generation: int
     failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
-class UnreachablePeers:
-    """Report the members of a generation that the sender cannot reach; none: it reaches all of them again."""
-
-    generation: int
-    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +267,6 @@ Message = (
     | JoinRequest
     | Preparation
     | Heartbeat
-    | ReplicasDiverged
     | RequestVote
     | Vote
     | VoteHeld
@@ -316,7 +277,6 @@ Message = (
     | EndView
     | Waiting
     | FailureReport
-    | UnreachablePeers
     | FailJob
     | NodeFinished
     | JobEnd

@@ -22,7 +22,6 @@ from elastic_resume.policy.reasons import (
     ViewEnd,
     WorkersStopped,
 )
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
@@ -30,6 +29,7 @@ from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.searcher import Searcher
 from elastic_resume.rendezvous.core.state import Lead, Left, NextRole, NodeState, Role, Search
 from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, View
+from elastic_resume.rendezvous.facts import Fact
 
 LEAVE_TIMEOUT_S = 2.0
 """How long a node that leaves waits for the decision of a view without it."""
@@ -150,26 +150,13 @@ class RendezvousNode:
         self.state.record_failure_report(self.state.incarnation, event)  # this node may lead, now or later
         self.role.handle_own(event)
 
-    def _handle_unreachable_peers(self, event: messages.UnreachablePeers) -> None:
-        self.state.unreachable_peers = event
-        self.role.handle_own(event)
+    def _handle_fact(self, fact: Fact) -> None:
+        if self.state.outbox.add(fact):
+            self.role.handle_own(fact)
 
     def _handle_fail_job(self, event: messages.FailJob) -> None:
         self.state.job_failure, self.state.has_failed_job = event.failure, True
         self.state.stop_workers(ViewEnd.JOB_OVER)
-        self.role.handle_own(event)
-
-    def _handle_digest(self, event: messages.StateDigest) -> None:
-        view = self.state.running_view or self.state.last_view
-        if view and event.generation == view.generation:
-            self.state.digests.add(event)
-
-    def _handle_own_times(self, event: messages.OwnTimes) -> None:
-        self.state.own_times = event
-        self.role.handle_own(event)
-
-    def _handle_start_cost(self, event: StartCost) -> None:
-        self.state.start_cost = event
         self.role.handle_own(event)
 
     def _handle_leave(self, event: interface.Leave) -> None:
@@ -294,11 +281,8 @@ class RendezvousNode:
         messages.JoinRequest: _handle_join_request,
         messages.Preparation: _handle_preparation,
         messages.FailureReport: _handle_failure_report,
-        messages.UnreachablePeers: _handle_unreachable_peers,
         messages.FailJob: _handle_fail_job,
-        messages.StateDigest: _handle_digest,
-        messages.OwnTimes: _handle_own_times,
-        StartCost: _handle_start_cost,
+        Fact: _handle_fact,
         interface.WorkersFinished: _handle_workers_finished,
         interface.Leave: _handle_leave,
     }

@@ -20,8 +20,6 @@ from elastic_resume.policy.reasons import (
     ViewEndOf,
 )
 from elastic_resume.policy.restart import JobFailure
-from elastic_resume.policy.slow_ranks import SlowRank
-from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.backoff import Backoff
 from elastic_resume.rendezvous.core.peers import NEVER, Link
@@ -31,7 +29,7 @@ from elastic_resume.rendezvous.core.world import (
     JobEnd,
     View,
 )
-from elastic_resume.rendezvous.replica_comparison import DigestQueue
+from elastic_resume.rendezvous.facts import Fact, FactOutbox
 
 MAX_CANDIDATES_NAMED = 5
 """Candidates named in one message."""
@@ -110,15 +108,9 @@ class NodeState:
         self.failure_log = FailureLog()
         self.failure_report: messages.FailureReport | None = None
         """The failure of a worker of this node, to be reported."""
-        self.unreachable_peers: messages.UnreachablePeers | None = None
-        """The members that this node cannot reach, to be reported."""
-        self.digests = DigestQueue()
-        self.own_times: messages.OwnTimes | None = None
-        """Those of this node's ranks, to be sent."""
-        self.slow_rank: SlowRank | None = None
-        """The slow rank of the running view, as the leader has named it."""
-        self.start_cost: StartCost | None = None
-        """That of the job's workers, as this node or its leader has measured it last."""
+        self.outbox = FactOutbox(settings.topics)
+        self.verdicts: dict[str, Fact] = {}
+        """The leader's newest verdict of each topic. Replaced by another dictionary when one changes."""
         self.lease_until = NEVER
         self.unreachable: set[Incarnation] = set()
         self.terms_without_quorum = 0
@@ -217,10 +209,6 @@ class NodeState:
         self.running_view, self.join, self.finished_generation, self.lease_until = view, None, 0, lease_until
         self.last_view = view
         self.failure_report = None
-        if self.unreachable_peers:
-            members = {member.node for member in view.members}
-            others = tuple(node for node in self.unreachable_peers.nodes if node not in members)
-            self.unreachable_peers = messages.UnreachablePeers(view.generation, others) if others else None
         self.effects.append(
             interface.StartWorkers(
                 view.generation,

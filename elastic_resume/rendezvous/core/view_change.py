@@ -72,11 +72,10 @@ class ViewChange:
         """Members of the proposal whose link broke."""
         self.end: JobEnd | None = None
         """The end of the job that is to be decided."""
-        own_report = state.unreachable_peers
-        self.unreachable_nodes = {state.incarnation: frozenset(own_report.nodes if own_report else ())}
-        """The nodes that a node cannot reach, by its last report."""
+        self.apart: frozenset[frozenset[str]] = frozenset()
+        """Pairs of nodes of which no view may have both, as they cannot reach each other."""
         self.left_out: dict[Incarnation, NodesUnreachable] = {}
-        """The joined nodes that are left out because others cannot reach them, and why."""
+        """The joined nodes that are left out because of `apart`, and why."""
         self.began_at = state.now
         self.last_arrival_at = state.now
         self.evaluate_at = state.now
@@ -183,7 +182,6 @@ class ViewChange:
     def handle_removed(self, incarnation: Incarnation) -> None:
         """Note that a node is lost."""
         self.decision.remove(incarnation)
-        self.unreachable_nodes.pop(incarnation, None)
         self.handle_link_broken(incarnation)
         state = self.state
         if incarnation in self.joins or state.view.rank(incarnation) is None:
@@ -328,8 +326,7 @@ class ViewChange:
 
     def _find_left_out(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, NodesUnreachable]:
         """Choose which of the joined nodes to leave out, because others cannot reach them."""
-        reports = {node: self.unreachable_nodes.get(node, frozenset()) for node in joins}
-        pairs = [frozenset((node.node, other)) for node, others in reports.items() for other in others]
+        pairs = self.apart
         ranked = rank_members(self.state.view, joins, len(joins)) if pairs else ()
         nodes = {node.node: node for node in ranked}
         members = [name for name, node in nodes.items() if self.state.view.rank(node) is not None]
@@ -339,14 +336,17 @@ class ViewChange:
         return {nodes[name]: NodesUnreachable(name, name_nodes(others)) for name, others in left_out.items()}
 
     def is_cut_off(self, node: Incarnation, view: View) -> bool:
-        """Return whether a node and a member of the view cannot reach each other, as one has reported."""
-        return any(
-            any(member.node in others for member in view.members)
-            if reporter == node
-            else node.node in others and view.rank(reporter) is not None
-            for reporter, others in self.unreachable_nodes.items()
-            if others
-        )
+        """Return whether a node and a member of the view cannot reach each other."""
+        pairs = (pair for pair in self.apart if node.node in pair)
+        return any(view.find_node(other) for pair in pairs for other in pair - {node.node})
+
+    def keep_apart(self, pairs: frozenset[frozenset[str]], running_view: View | None) -> None:
+        """Form no view with both nodes of a pair; nodes that are in no pair any more may be newcomers."""
+        self.apart = pairs
+        for node in [self.state.incarnation, *self.peers.by_incarnation]:
+            if (join := self._find_join(node)) and not join.is_preparing:
+                self.schedule_scale_up(node, running_view)
+        self.reevaluate()
 
     def _note_left_out(self, before: View) -> None:
         """Let members that lose their place wait longer each time, unless the last view lasted."""
@@ -419,12 +419,8 @@ class ViewChange:
     def handle_view_started(self, view: View) -> None:
         """Schedule the next view if it has room for nodes that joined too late for this one."""
         has_room = len(view.members) < self.state.settings.max_nodes
-        members = frozenset(view.members)
         late = self.list_ready_newcomers(view)
         self.scale_up_at = float("inf")
-        names = {member.node for member in view.members} if any(self.unreachable_nodes.values()) else set()
-        for node in self.unreachable_nodes.keys() & members:
-            self.unreachable_nodes[node] -= names  # their workers try again
         if has_room and late:
             backoff, delay_s = self.state.backoff, self.state.settings.scale_up_delay_s
             ready_at = min(backoff.wait_until(node) for node in late)

@@ -21,8 +21,8 @@ from enum import Enum
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from elastic_resume.policy.digests import Digest, is_digest
 from elastic_resume.rendezvous.core.world import Incarnation, View
+from elastic_resume.rendezvous.facts import MAX_BODY_CHARS, FactBody
 
 MAX_MEMBERS = 100_000
 MAX_CACHED_VIEWS = 16
@@ -190,10 +190,10 @@ def _decode_bool(value: Any, where: str) -> bool:
     return value
 
 
-def _decode_digest(value: Any, where: str) -> Digest:
-    if not is_digest(value):
-        raise ProtocolError(f"{where}: not a digest of 32 hexadecimal digits")
-    return Digest(value)
+def _decode_body(value: Any, where: str) -> FactBody:
+    if not isinstance(value, str) or not value.isascii() or len(value) > MAX_BODY_CHARS:
+        raise ProtocolError(f"{where}: not a body of at most {MAX_BODY_CHARS} characters")
+    return FactBody(value)
 
 
 _SCALAR_CODECS: dict[Any, tuple[Encode, Decode]] = {
@@ -201,7 +201,7 @@ _SCALAR_CODECS: dict[Any, tuple[Encode, Decode]] = {
     int: (_keep, decode_int),
     float: (_keep, _decode_float),
     bool: (_keep, _decode_bool),
-    Digest: (_keep, _decode_digest),
+    FactBody: (_keep, _decode_body),
     View: (pack_view, decode_view),
 }
 

@@ -331,7 +331,7 @@ def _parse_header(value: Any) -> Header:
     return Header(*(decode_int(count, "header") for count in value))
 
 
-_EMPTY_HEARTBEAT_JSON = b'"type":"Heartbeat","body":[null]}'
+_EMPTY_HEARTBEAT_JSON = b'"type":"Heartbeat","body":[[]]}'
 _EMPTY_HEARTBEAT = messages.Heartbeat()
 _MESSAGE_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_args(messages.Message)}
 

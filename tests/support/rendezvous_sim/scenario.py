@@ -19,7 +19,6 @@ from elastic_resume.rendezvous.core.interface import (
     StartWorkers,
     StopWorkers,
 )
-from elastic_resume.rendezvous.core.messages import ReplicasDiverged
 from tests.support.rendezvous_sim.invariants import InvariantChecker
 from tests.support.rendezvous_sim.network import SMALL_PATH_BYTES, Clock, Network
 from tests.support.rendezvous_sim.simulated_node import SimulatedNode
@@ -78,11 +77,6 @@ class Scenario:
         elif isinstance(item, StopWorkers):
             verb = "kills" if item.immediately else "stops"
             text = f"{verb} generation {item.generation}: {wording.describe(item.reason)}"
-        elif isinstance(item, ReplicasDiverged):
-            verdict = item.verdict
-            text = (
-                f"reports: {wording.summarize_divergence(verdict)}; last equal at step {verdict.agreed_step}"
-            )
         elif isinstance(item, EndJob):
             text = f"ends the job: {wording.describe(item.reason)}{format_causes(item.failures)}"
         elif isinstance(item, EndMembership):

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from elastic_resume.policy.digests import Digest
+from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.registry import TOPICS
+from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
+from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE, UnreachablePeers
 from elastic_resume.policy.failure_classification import SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import NodeLost, Signalled
 from elastic_resume.policy.restart import GaveUp, NoProgress
@@ -18,6 +22,7 @@ from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
+from elastic_resume.rendezvous.facts import Fact
 from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, InvariantChecker
 from tests.support.rendezvous_sim.network import (
     MAX_STEPS_PER_NODE,
@@ -39,6 +44,9 @@ TraceFunction = Callable[[str, object], None]
 class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
+    topics = TOPICS
+    unreachable: tuple[str, ...] = ()
+    """The nodes that its agent has reported last."""
     has_failed_job = False
     delays_join = False
     """It waits before it joins again after a failure."""
@@ -87,7 +95,6 @@ class SimulatedNode(Host):
         """How the agent's part in the job has ended."""
         self.stays_ended = False
         """Do not start an agent again once the job has ended here."""
-        self.divergences: list[messages.ReplicasDiverged] = []
         self.exited_at = float("-inf")
         self.linger_s = float("inf")
         self.planned_crash = ""
@@ -120,6 +127,7 @@ class SimulatedNode(Host):
         self._known_ended = set()
         self.end, self.planned_crash = None, ""
         self.has_failed_job = False
+        self.unreachable = ()
         candidates = self.settings.candidates
         index = candidates.index(self.name) if self.name in candidates else None
         saved = self.saved_state
@@ -132,7 +140,8 @@ class SimulatedNode(Host):
         if self.has_new_addresses:
             self.draw_addresses(is_candidate=index is not None)
         incarnation = Incarnation(self.node_name, disk_id, boot, self.address, index)
-        self.agent = RendezvousNode(self.settings, incarnation, self.saved_state, self.local_time())
+        settings = replace(self.settings, topics=self.topics)
+        self.agent = RendezvousNode(settings, incarnation, self.saved_state, self.local_time())
         self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
         self._handle_event(interface.Tick())
         self._prepare_for_a_while()
@@ -317,8 +326,7 @@ class SimulatedNode(Host):
             if lost:
                 # As the real probe, it continues to dial those that views left out before.
                 nodes = {member.node for member in view.members}
-                known = self.agent.state.unreachable_peers if self.agent else None
-                left_out = [node for node in (known.nodes if known else ()) if node not in nodes]
+                left_out = [node for node in self.unreachable if node not in nodes]
                 self.report_unreachable((*left_out, *lost))
                 self.fail_worker()
 
@@ -335,7 +343,12 @@ class SimulatedNode(Host):
     def report_unreachable(self, nodes: tuple[str, ...]) -> None:
         """Let the agent report the members that it cannot reach."""
         if self.agent and self.agent.state.last_view:
-            self._handle_event(messages.UnreachablePeers(self.agent.state.last_view.generation, nodes))
+            self.unreachable = nodes
+            self.send_fact(UNREACHABLE.name, self.agent.state.last_view.generation, UnreachablePeers(nodes))
+
+    def _report_again(self, incarnation_id: int, nodes: tuple[str, ...]) -> None:
+        if incarnation_id == self.incarnation_id:
+            self.report_unreachable(nodes)
 
     def join_now(self) -> None:
         """End the wait after a failure."""
@@ -384,11 +397,11 @@ class SimulatedNode(Host):
         """Deliver the digest of its state after a step."""
         if self.agent and self.agent.state.last_view:
             generation = self.agent.state.last_view.generation
-            self._handle_event(messages.StateDigest(generation, step, Digest(_hash_text(state))))
+            self.send_fact(DIGESTS.name, generation, StateDigest(step, _hash_text(state)))
 
-    def send_own_times(self, generation: int, *times_us: int) -> None:
-        """Deliver the own times of its workers."""
-        self._handle_event(messages.OwnTimes(generation, times_us))
+    def send_fact(self, topic: str, generation: int, value: object) -> None:
+        """Deliver a fact that this node sends to its leader."""
+        self._handle_event(Fact(topic, generation, encode_body(value)))
 
     def finish(self) -> None:
         """Let every worker of this node succeed."""
@@ -514,8 +527,6 @@ class SimulatedNode(Host):
                 self._on_workers_stopped,
                 self.incarnation_id,
             )
-        elif isinstance(effect, messages.ReplicasDiverged):
-            self.divergences.append(effect)
         elif isinstance(effect, (interface.EndJob, interface.EndMembership)):
             self._end_participation(effect)
         elif not isinstance(effect, interface.EmitEvent):
@@ -540,6 +551,10 @@ class SimulatedNode(Host):
             return
         if self.net.lasting_cuts:
             self.call_probe(effect.generation)
+        if self.unreachable:
+            members = {member.node for member in effect.members}
+            others = tuple(node for node in self.unreachable if node not in members)
+            self.clock.call_at(self.clock.now, self._report_again, self.incarnation_id, others)
         first = effect.generation not in self.checkers.views
         self.checkers.on_start(self.name, self.agent.state.incarnation, effect, self.clock.now)
         if first and self.on_event:

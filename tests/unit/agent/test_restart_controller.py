@@ -240,11 +240,11 @@ def test_starts_of_nodes_that_cannot_reach_each_other_never_count(
         for generation in range(2, 9):
             log.emit("failure", rank=0, type="RuntimeError", message="connect: No route to host")
             log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
-            controller.list_unreachable_nodes = lambda: ("b",)
+            controller.find_more_failures = lambda: (make_network_failure("a", ["b"]),)
             failure = controller.report_generation().failure
             assert failure == make_network_failure("a", ["b"])
             controller.end_generation(None)
-            controller.list_unreachable_nodes = tuple
+            controller.find_more_failures = tuple
             controller.start_generation(world(generation, *[failure] * (generation % 2), nodes="ab"))
     assert set(caplog.messages) == {"node a cannot reach b; restarting."}
 

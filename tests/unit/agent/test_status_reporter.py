@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -69,7 +68,7 @@ def test_reply_of_follower_names_members_of_small_views_only(tmp_path: Path, is_
     for count in (MAX_LISTED_MEMBERS, MAX_LISTED_MEMBERS + 1):
         members = tuple(Incarnation(f"n{i}", f"disk-{i}", 1, f"n{i}:1") for i in range(count))
         view = View(3, members, members[0])
-        reporter = StatusReporter(tmp_path, sampler, Mock(), EventTail(tmp_path / "none"))
+        reporter = StatusReporter(tmp_path, sampler, {}, EventTail(tmp_path / "none"))
         own = members[0 if is_leader else 1]
         reply = parse_reply(reporter.render_status(RendezvousStatus(own, is_leader, members[0], view, 3)))
         assert reply.rendezvous.view is not None

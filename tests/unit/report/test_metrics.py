@@ -16,9 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import config
 from elastic_resume.errors import ConfigError
+from elastic_resume.mechanisms.registry import MECHANISMS
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report import metrics
-from elastic_resume.report.agent_status import AgentStatus, SlowRankStatus
+from elastic_resume.report.agent_status import AgentStatus
 from elastic_resume.report.generations import INCIDENT_KINDS
 from tests.support.paths import ROOT
 from tests.unit.commands.test_job_status import make_document, make_leader_status, make_members, make_status
@@ -42,7 +43,7 @@ def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
 
 def test_scrape_of_leader_has_metrics_of_job_and_own_node() -> None:
     """Each number of the status has its metric."""
-    found = scrape(make_leader_status(problem="disk full", slow_rank=SlowRankStatus(1, 0.15, 0.1)))
+    found = scrape(make_leader_status(problem="disk full"))
     for name, labels, value in (
         ("step", (), 100),
         ("steps_per_second", (), 2.5),
@@ -62,7 +63,6 @@ def test_scrape_of_leader_has_metrics_of_job_and_own_node() -> None:
         ("node_step", ("n0",), 100),
         ("snapshot_step", ("n0",), 99),
         ("node_problem", ("n0",), 1),
-        ("slow_rank", ("n0", "1"), 1.5),
         ("commits_total", ("n0",), 0),
     ):
         assert found["elastic_resume_" + name, labels] == pytest.approx(value), name
@@ -98,9 +98,9 @@ def test_dashboard_and_document_name_only_exported_metrics() -> None:
     asked = " ".join(
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
     ) + " ".join(str(item.get("expr")) for item in dashboard["annotations"]["list"])
-    slow_rank = SlowRankStatus(1, 0.15, 0.1)
-    status = make_leader_status(checkpoint_step=1, checkpoint_age_s=2.0, slow_rank=slow_rank)
-    exposed = {name for name, _ in scrape(status)}
+    status = make_leader_status(checkpoint_step=1, checkpoint_age_s=2.0)
+    gauges = {m.gauge.name for m in MECHANISMS if m.gauge}
+    exposed = {name for name, _ in scrape(status)} | {metrics.PREFIX + name for name in gauges}
     names = set(re.findall(r"elastic_resume_\w+", asked))
     assert len(names) > 15
     assert names <= exposed

@@ -111,18 +111,6 @@ def test_failed_commits_are_one_alert_until_the_next_commit() -> None:
     assert (second.t, second.count, second.is_resolved) == (130, 1, False)
 
 
-def test_rank_that_is_as_fast_again_is_no_hint() -> None:
-    """It is in the list of what happened."""
-    job = Job().begun()
-    job.add(111, "slow-rank", "n1", generation=1, step=11, rank=1, own_s=0.2, others_s=0.1)
-    slow = summary.build_run_report(job.events)
-    job.add(112, "slow-rank-ended", "n1", generation=1, step=12, rank=1)
-    ended = summary.build_run_report(job.events)
-    assert any("rank 1 is slow" in hint for hint in slow.verdict.hints)
-    assert not any("rank 1 is slow" in hint for hint in ended.verdict.hints)
-    assert [alert.severity for alert in ended.alerts] == ["note", "note"]
-
-
 def test_each_kind_of_alert_has_severity_and_node() -> None:
     """A hang that another node caused is only a note; one that it may have caused is called so."""
     report = summary.build_run_report(report_runs.make_eventful_run().events)

@@ -13,7 +13,7 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.agent.workers import standby, worker_request
 from elastic_resume.agent.workers.standby import StandbyWorkers
-from elastic_resume.policy.start_cost import StartCost
+from elastic_resume.mechanisms.standbys.start_cost import StartCost
 from tests.support.processes import wait_for
 
 COST = StartCost(20.0, 1 << 30)

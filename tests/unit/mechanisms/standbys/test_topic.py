@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_resume.policy.start_cost import StartCost
+from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.mechanisms.standbys.start_cost import START_COST, StartCost
 from tests.support.rendezvous_sim.scenario import Scenario
 
 COST, LATER_COST = StartCost(20.0, 1 << 30), StartCost(30.0, 1 << 30)
@@ -13,15 +14,20 @@ def test_start_cost_reaches_spares_newcomers_and_the_followers_of_the_next_leade
     job = Scenario("nodes=a,b,c,s candidates=a,b nnodes=1:2")
 
     def known() -> dict[str, StartCost | None]:
-        return {name: node.agent.state.start_cost for name, node in job.nodes.items() if node.agent}
+        verdicts = {
+            name: node.agent.state.verdicts.get(START_COST.name)
+            for name, node in job.nodes.items()
+            if node.agent
+        }
+        return {name: decode_body(StartCost, fact.body) if fact else None for name, fact in verdicts.items()}
 
     job.play("start a b s; run 5")
     assert known() == dict.fromkeys("abs")
-    job.nodes["a"].deliver_event(COST, job.nodes["a"].incarnation_id)
+    job.nodes["a"].send_fact(START_COST.name, 0, COST)
     job.play("run 1")
     assert known() == dict.fromkeys("abs", COST)
     job.play("kill a; run 2; start c; run 2")
     assert known() == dict.fromkeys("bcs", COST)
-    job.nodes["b"].deliver_event(LATER_COST, job.nodes["b"].incarnation_id)
+    job.nodes["b"].send_fact(START_COST.name, 0, LATER_COST)
     job.play("run 1")
     assert known() == dict.fromkeys("bcs", LATER_COST)

@@ -1,47 +1,44 @@
 """Send the own times of this node's ranks to the leader, and report a rank of this node that it names.
 
-The leader compares the ranks of all nodes (`policy.slow_ranks`). Nothing else follows: no rank is stopped.
+The leader compares the ranks of all nodes. Nothing else follows: no rank is stopped.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from elastic_resume import constants, gpus
 from elastic_resume.events import Event
-from elastic_resume.policy.wording import describe_slow_rank
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, decode_body, encode_body
+from elastic_resume.mechanisms.slow_ranks.description import SlowRankStatus, describe_slow_rank
+from elastic_resume.mechanisms.slow_ranks.judge import OWN_TIMES, OwnTimes, SlowRank
 from elastic_resume.rendezvous.client import RendezvousClient
-from elastic_resume.report.agent_status import SlowRankStatus
 from elastic_resume.slots.progress_page import read_records
 
 logger = logging.getLogger(__name__)
 
 
-class SlowRankReporter:
+class SlowRankReporter(AgentPart):
     """Reports the slow rank of one node."""
 
-    def __init__(self, node_dir: Path, local_world_size: int, emit: Callable[..., Any]) -> None:
-        """``emit`` takes an event's kind and fields."""
-        self._progress_page_path = node_dir / constants.PROGRESS_FILE
+    def __init__(self, context: AgentContext) -> None:
+        self._progress_page_path = context.node_dir / constants.PROGRESS_FILE
         self._pid = os.getpid()
-        self._local_world_size = local_world_size
-        self._emit = emit
+        self._local_world_size = context.local_world_size
+        self._emit, self._word = context.emit, context.word or 0
         self._gpus: dict[object, str] = {}  # by rank
         self._generation = 0
         self._named: SlowRankStatus | None = None
 
-    def record_event(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         """Note the GPU of a worker that starts."""
         if event["event"] == "worker-start":
             self._gpus[event.get("rank")] = str(event.get("gpu") or "")
 
     def update(self, client: RendezvousClient) -> SlowRankStatus | None:
-        """Send the newest own times; return the slow rank if it is on this node. Call it once a second."""
+        """Send the newest own times; return the slow rank if it is on this node."""
         records = [
             record
             for record in read_records(self._progress_page_path, self._local_world_size)
@@ -51,10 +48,12 @@ class SlowRankReporter:
         running = {
             record.local_rank: record for record in records if record.worker.assigned_generation == generation
         }
-        times_us = {local_rank: record.own_time_us for local_rank, record in running.items()}
-        client.send_own_times(generation, tuple(times_us.get(i, 0) for i in range(self._local_world_size)))
-        slow, status = client.slow_rank, None
-        if slow and (slow.generation, slow.node) == (generation, client.node) and slow.local_rank in running:
+        times_us = {local_rank: record.measurements[self._word] for local_rank, record in running.items()}
+        own_times = OwnTimes(tuple(times_us.get(i, 0) for i in range(self._local_world_size)))
+        client.send_fact(OWN_TIMES.name, generation, encode_body(own_times))
+        verdict, status = client.verdicts.get(OWN_TIMES.name), None
+        slow = decode_body(SlowRank, verdict.body) if verdict and verdict.generation == generation else None
+        if slow and slow.node == client.node and slow.local_rank in running:
             rank = running[slow.local_rank].worker.rank
             gpu = self._gpus.get(rank, "")
             load = gpus.describe_load(gpu) if gpu else ""
@@ -72,5 +71,5 @@ class SlowRankReporter:
             logger.info("rank %d is no longer slow.", named.rank)
             self._emit("slow-rank-ended", **position, rank=named.rank)
         if status and (named is None or status.rank != named.rank):
-            logger.warning("%s.", describe_slow_rank(**asdict(status)))
+            logger.warning("%s.", describe_slow_rank(status))
             self._emit("slow-rank", **position, **asdict(status))

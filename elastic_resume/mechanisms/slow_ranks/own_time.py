@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from elastic_resume.mechanisms.mechanism import StepObserver
+
 WINDOW_STEPS = 100
 STEPS_PER_SAMPLE = 5  # a hook and the points of a measured step take some 30 us
 WINDOW_SAMPLES = WINDOW_STEPS // STEPS_PER_SAMPLE
@@ -69,7 +71,7 @@ Point = tuple[Any, int]
 """A mark of the clock, and the number of collectives that this rank had started."""
 
 
-class OwnTime:
+class OwnTime(StepObserver):
     """The own times of this rank's newest steps, in one generation.
 
     While a step trains, points are noted: the start, each broadcast's start and end, and the end. They are

@@ -11,14 +11,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from elastic_resume.agent import peer_probe
-from elastic_resume.agent.peer_probe import MAX_PEERS, PeerProbe, find_unreachable, list_peers
+from elastic_resume.mechanisms.mechanism import AgentContext, decode_body
+from elastic_resume.mechanisms.unreachable_peers import probe as peer_probe
+from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE, UnreachablePeers
+from elastic_resume.mechanisms.unreachable_peers.probe import (
+    MAX_PEERS,
+    PeerProbe,
+    find_unreachable,
+    list_peers,
+)
 from elastic_resume.policy.failure_classification import EXCEPTION, SIGNAL, Failure, WorkerEnd
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
+from elastic_resume.rendezvous.facts import FactBody
 from tests.support.processes import wait_for
 
 CONNECT_TIMEOUT = "Gloo connectFullMesh failed with [transport/tcp/pair.h:311] Connect timeout [none]"
@@ -53,6 +63,11 @@ class Network:
     dialled: list[str] = field(default_factory=list)
     reports: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
 
+    def keep_fact(self, topic: str, generation: int, body: FactBody) -> None:
+        """Stand for the client."""
+        assert topic == UNREACHABLE.name
+        self.reports.append((generation, decode_body(UnreachablePeers, body).nodes))
+
     def find(self, members: list[Incarnation], _: float) -> tuple[Incarnation, ...]:
         """Stand for `find_unreachable`."""
         self.dialled.append("".join(member.node for member in members))
@@ -70,9 +85,11 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 
 
 @pytest.fixture
-def probe(network: Network) -> PeerProbe:
+def probe(network: Network, monkeypatch: pytest.MonkeyPatch) -> PeerProbe:
     """A probe on rank 1 of four nodes, which looks at each poll."""
-    made = PeerProbe(0.0, lambda *report: network.reports.append(report), lambda: network.has_resumed)
+    made = PeerProbe(AgentContext(Path(), 1, 0.0, print, lambda: network.has_resumed))
+    monkeypatch.setattr(made._thread, "start", lambda: None)
+    made.start(Mock(node="b", send_fact=network.keep_fact))
     made.begin_generation(start(1, "abcd"))
     return made
 
@@ -172,7 +189,7 @@ def test_node_that_is_left_out_is_dialled_until_it_answers(network: Network, pro
     assert probe.list_unreachable_nodes() == ()
     network.has_sign, network.cut_off = False, ""
     probe.poll()
-    assert network.reports == [(1, ("d",)), (2, ())]
+    assert network.reports == [(1, ("d",)), (2, ("d",)), (2, ())]
 
 
 def test_new_generation_with_a_node_forgets_what_was_found(network: Network, probe: PeerProbe) -> None:
@@ -182,4 +199,4 @@ def test_new_generation_with_a_node_forgets_what_was_found(network: Network, pro
     probe.begin_generation(start(1, "abcd", 2))
     network.has_sign = False
     probe.poll()
-    assert network.reports == [(1, ("d",))]
+    assert network.reports == [(1, ("d",)), (2, ())]

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_resume.training import own_time
-from elastic_resume.training.own_time import WINDOW_STEPS, CudaClock, OwnTime
+from elastic_resume.mechanisms.slow_ranks import own_time
+from elastic_resume.mechanisms.slow_ranks.own_time import WINDOW_STEPS, CudaClock, OwnTime
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -17,14 +17,17 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 
 from elastic_resume.background import BackgroundThread
-from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, encode_body
+from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE, UnreachablePeers
+from elastic_resume.policy.failure_classification import Failure, make_network_failure
+from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 
@@ -43,28 +46,29 @@ _FAILED_CONNECT_PATTERN = re.compile(
 )
 
 
-class PeerProbe:
+class PeerProbe(AgentPart):
     """Looks for unreachable members in a thread, from `start` to `close`."""
 
-    def __init__(
-        self,
-        node_timeout_s: float,
-        report: Callable[[int, tuple[str, ...]], object],
-        has_resumed: Callable[[], bool],
-    ) -> None:
-        """``report`` takes a generation and the unreachable nodes, or none if all answer again.
-
-        ``has_resumed`` returns whether a worker of this generation has come out of `er.resume`.
-        """
-        self._node_timeout_s = node_timeout_s
-        self._report = report
-        self._has_resumed = has_resumed
+    def __init__(self, context: AgentContext) -> None:
+        self._node_timeout_s = context.node_timeout_s
+        self._has_resumed = context.has_resumed
+        self._client: RendezvousClient | None = None
         self._world: StartWorkers | None = None
         self._unreachable: list[Incarnation] = []
         """The nodes that did not answer: members of this generation, or nodes that it leaves out."""
         self._dial_at = self._pause_s = 0.0
         self._thread = BackgroundThread("peer-probe", self.poll)
-        self.start, self.close = self._thread.start, self._thread.request_close
+        self.close = self._thread.request_close  # type: ignore[method-assign]
+
+    def start(self, client: RendezvousClient) -> None:
+        """Begin to look."""
+        self._client = client
+        self._thread.start()
+
+    def find_failures(self) -> tuple[Failure, ...]:
+        """Return the failure of a node that cannot reach members of this generation."""
+        nodes = self.list_unreachable_nodes()
+        return (make_network_failure(self._client.node, nodes),) if nodes and self._client else ()
 
     def list_unreachable_nodes(self) -> tuple[str, ...]:
         """Return the names of the members of this generation that did not answer, since it began here."""
@@ -72,11 +76,14 @@ class PeerProbe:
         return tuple(member.node for member in self._unreachable if member.node in members)
 
     def begin_generation(self, world: StartWorkers) -> None:
-        """Forget what was found about these members; the workers of the generation start now."""
+        """Forget what was found about these members, and report the rest; the workers start now."""
         members = {member.node for member in world.members}
         self._dial_at, self._pause_s = 0.0, self._node_timeout_s
         self._world = world
-        self._unreachable = [node for node in self._unreachable if node.node not in members]
+        before = self._unreachable
+        self._unreachable = [node for node in before if node.node not in members]
+        if before:
+            self._report(world.generation, tuple(node.node for node in self._unreachable))
 
     def handle_failure(self, failure: Failure) -> None:
         """Dial the other members if a worker has failed because it could not connect to one."""
@@ -97,6 +104,10 @@ class PeerProbe:
         if world and (peers or self._unreachable):
             self._dial(world, peers)
         return self._node_timeout_s / ATTEMPTS
+
+    def _report(self, generation: int, nodes: tuple[str, ...]) -> None:
+        if self._client:
+            self._client.send_fact(UNREACHABLE.name, generation, encode_body(UnreachablePeers(nodes)))
 
     def _dial(self, world: StartWorkers, peers: Sequence[Incarnation]) -> None:
         """Dial these members, and the nodes that did not answer before."""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_resume.policy.slow_ranks import MIN_COMPARISONS, SlowRank, find_slow_rank
+from elastic_resume.mechanisms.slow_ranks.judge import MIN_COMPARISONS, SlowRank, find_slow_rank
 
-NAMED = SlowRank(3, "a", 0, 140_000, 100_000, MIN_COMPARISONS)
+NAMED = SlowRank("a", 0, 140_000, 100_000, MIN_COMPARISONS)
 OwnTimes = dict[str, tuple[int, ...]]
 
 
@@ -33,26 +33,22 @@ def test_slowest_rank_is_found_by_median_of_others(
 ) -> None:
     """It is slower than the median of all other ranks, by factor and by time."""
     times_us = {node: tuple(1000 * time_ms for time_ms in times) for node, times in times_ms.items()}
-    found = find_slow_rank(3, times_us, None)
+    found = find_slow_rank(times_us, None)
     assert (found and (found.node, found.local_rank)) == expected
 
 
 def test_rank_is_named_after_comparisons_in_a_row() -> None:
-    """Another slowest rank, an equal one, and another generation begin anew."""
+    """Another slowest rank begins anew."""
     slow: OwnTimes = {"a": (140_000,), "b": (100_000,)}
     found = None
     for number in range(1, MIN_COMPARISONS + 1):
-        found = find_slow_rank(3, slow, found)
+        found = find_slow_rank(slow, found)
         assert found
         assert found.is_named == (number == MIN_COMPARISONS)
     assert found == NAMED
-    assert find_slow_rank(3, slow, found) == NAMED
-    for last in (
-        None,
-        replace(NAMED, generation=2),
-        replace(NAMED, node="b", comparisons=MIN_COMPARISONS - 1),
-    ):
-        assert find_slow_rank(3, slow, last) == replace(NAMED, comparisons=1)
+    assert find_slow_rank(slow, found) == NAMED
+    for last in (None, replace(NAMED, node="b", comparisons=MIN_COMPARISONS - 1)):
+        assert find_slow_rank(slow, last) == replace(NAMED, comparisons=1)
 
 
 @pytest.mark.parametrize(
@@ -67,5 +63,5 @@ def test_rank_is_named_after_comparisons_in_a_row() -> None:
 def test_named_rank_stays_named_while_it_is_slow(times_ms: tuple[int, ...], named: str | None) -> None:
     """A rank near the limit does not come and go."""
     times_us: OwnTimes = {node: (1000 * time_ms,) for node, time_ms in zip("abc", times_ms, strict=True)}
-    found = find_slow_rank(3, times_us, NAMED)
+    found = find_slow_rank(times_us, NAMED)
     assert (found.node if found and found.is_named else None) == named

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_resume.policy.slow_ranks import MIN_COMPARISONS, SlowRank
+from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.mechanisms.slow_ranks.judge import MIN_COMPARISONS, OWN_TIMES, OwnTimes, SlowRank
 from tests.support.rendezvous_sim.scenario import Scenario
 
 
@@ -16,7 +17,7 @@ class Job(Scenario):
         for _ in range(count):
             for name, own_us in (("b", b_us), ("a", a_us)):
                 running = self.find_generation()
-                self.nodes[name].send_own_times(generation or running, own_us)
+                self.nodes[name].send_fact(OWN_TIMES.name, generation or running, OwnTimes((own_us,)))
             self.play("run 1")
 
     def find_generation(self) -> int:
@@ -27,10 +28,13 @@ class Job(Scenario):
 
     def named(self) -> dict[str, tuple[str, int] | None]:
         """Return the slow node and its own time, as each node knows it."""
-        known: dict[str, SlowRank | None] = {
-            name: node.agent.state.slow_rank for name, node in self.nodes.items() if node.agent
+        known = {
+            name: node.agent.state.verdicts.get(OWN_TIMES.name)
+            for name, node in self.nodes.items()
+            if node.agent
         }
-        return {name: (slow.node, slow.own_us) if slow else None for name, slow in known.items()}
+        slow = {name: decode_body(SlowRank, fact.body) if fact else None for name, fact in known.items()}
+        return {name: (rank.node, rank.own_us) if rank else None for name, rank in slow.items()}
 
 
 @pytest.fixture

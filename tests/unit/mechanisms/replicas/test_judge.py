@@ -8,18 +8,20 @@ from collections.abc import Sequence
 
 import pytest
 
+from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.replicas.judge import (
+    DIGESTS,
+    MAJORITY_NODE_TIMEOUTS,
+    MAX_STEPS_KEPT,
+    ReplicaComparison,
+    StateDigest,
+)
 from elastic_resume.policy.digests import Digest, DivergenceVerdict, is_digest_due
 from elastic_resume.policy.restart import ReplicasDiffer
 from elastic_resume.rendezvous.core.interface import RendezvousSettings, Send
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import Heartbeat, StateDigest
-from elastic_resume.rendezvous.core.world import Incarnation
-from elastic_resume.rendezvous.replica_comparison import (
-    MAJORITY_NODE_TIMEOUTS,
-    MAX_STEPS_KEPT,
-    DigestQueue,
-    ReplicaComparison,
-)
+from elastic_resume.rendezvous.core.messages import Heartbeat
+from elastic_resume.rendezvous.facts import Fact, FactOutbox, Scope
 from tests.support.rendezvous_sim.invariants import InvariantChecker
 from tests.support.rendezvous_sim.network import Clock, Network
 from tests.support.rendezvous_sim.scenario import Scenario
@@ -32,31 +34,26 @@ class Setting:
     """A comparison of members `a`, `b`, … in generation 7."""
 
     def __init__(self, names: str = "abc") -> None:
-        self.members = {name: Incarnation(name, name) for name in names}
         self.now = 0.0
-        self.comparison = ReplicaComparison(1.0)
-        self.comparison.reset(tuple(self.members.values()))
+        self.comparison = ReplicaComparison(Scope(7, tuple(names), "a", 1.0))
 
     def add_digests(self, step: int, names: str, digests: Sequence[Digest]) -> None:
         """Deliver one heartbeat of each of these members."""
         for name, digest in zip(names, digests, strict=True):
-            self.comparison.add(self.members[name], StateDigest(7, step, digest), self.now)
+            self.comparison.add(name, make_fact(7, step, digest), self.now)
 
     def wait(self, node_timeouts: float) -> DivergenceVerdict | None:
         """Let time pass, and return the verdict."""
         self.now += node_timeouts
-        return self.comparison.find_verdict(self.now)
+        return self.comparison.find_difference(self.now)
 
 
 def test_equal_digests_are_dropped_and_the_step_is_kept() -> None:
-    """Late digests of earlier steps are dropped too, and after a reset all are."""
+    """Late digests of earlier steps are dropped too."""
     setting = Setting()
     setting.add_digests(64, "abc", [ONE] * 3)
     setting.add_digests(32, "ab", [OTHER, ONE])
     assert (setting.comparison.agreed_step, setting.comparison.digests_by_step) == (64, {})
-    setting.comparison.reset()
-    setting.add_digests(128, "ab", [ONE, OTHER])
-    assert setting.comparison.diverged_since is None
 
 
 def test_kept_steps_are_bounded() -> None:
@@ -84,18 +81,16 @@ def test_kept_steps_are_bounded() -> None:
     ],
     ids=["all", "majority", "halves", "minority"],
 )
-def test_verdict_falls_once_when_enough_is_known(
+def test_verdict_falls_when_enough_is_known(
     names: str, digests: str, waits: list[float], verdict: tuple[tuple[str, ...], str]
 ) -> None:
-    """It names the nodes outside a majority of all members. Later digests change nothing."""
+    """It names the nodes outside a majority of all members."""
     setting = Setting(names)
     setting.add_digests(64, names[: len(digests)], [Digest(digit * 32) for digit in digests])
     *early, last = waits
     assert not any(map(setting.wait, early))
     groups, diverged = verdict
     assert setting.wait(last) == DivergenceVerdict(64, 0, tuple(map(tuple, groups)), tuple(diverged))
-    setting.add_digests(128, "abc", [ONE, OTHER, ONE])
-    assert setting.wait(99) is None
 
 
 def test_verdict_waits_for_a_step_with_a_majority() -> None:
@@ -119,16 +114,33 @@ def test_verdict_without_a_majority_falls_after_a_limit() -> None:
     assert setting.wait(MAJORITY_NODE_TIMEOUTS) == DivergenceVerdict(96, 0, (("a",), ("b",)))
 
 
-def test_queue_keeps_the_common_step_of_the_running_generation() -> None:
-    """A digest that was not sent before the generation ended is replaced."""
-    queue = DigestQueue()
-    for step in (64, 66):
-        queue.add(StateDigest(7, step, ONE))
-    assert queue.take() == StateDigest(7, 64, ONE)
-    assert queue.take() is None
-    queue.add(StateDigest(7, 64, ONE))
-    queue.add(StateDigest(8, 1, ONE))
-    assert queue.take() == StateDigest(8, 1, ONE)
+def test_node_sends_the_common_step_of_the_running_generation() -> None:
+    """A digest that was not sent before the generation ended is replaced; a late one is not sent."""
+    outbox = FactOutbox([DIGESTS])
+    first, later, next_view = (make_fact(*at) for at in ((7, 64), (7, 66), (8, 1)))
+    outbox.add(first)
+    outbox.add(later)
+    assert outbox.take() == (first,)
+    assert outbox.take() == ()
+    outbox.add(later)  # the first one is sent already
+    assert outbox.take() == (later,)
+    outbox.add(first)
+    outbox.add(next_view)
+    outbox.add(first)
+    assert outbox.take() == (next_view,)
+
+
+def make_fact(generation: int, step: int, digest: str = ONE) -> Fact:
+    """Return the fact of a digest."""
+    return Fact(DIGESTS.name, generation, encode_body(StateDigest(step, digest)))
+
+
+def find_judge(role: object) -> ReplicaComparison:
+    """Return the judge of a leader."""
+    assert isinstance(role, Leader)
+    judge = role.board._judges[DIGESTS.name]
+    assert isinstance(judge, ReplicaComparison)
+    return judge
 
 
 # Whole jobs.
@@ -143,15 +155,15 @@ def test_digests_of_other_generations_and_of_spares_are_ignored() -> None:
     assert isinstance(agent.role, Leader)
     links = {peer.incarnation.node: peer.link for peer in agent.role.peers}
     generation = agent.state.view.generation
-    for name, digest in (
-        ("b", StateDigest(generation - 1, 64, OTHER)),
-        ("s", StateDigest(generation, 64, OTHER)),
+    for name, fact in (
+        ("b", make_fact(generation - 1, 64, OTHER)),
+        ("s", make_fact(generation, 64, OTHER)),
     ):
-        agent.role.handle_message(links[name], Heartbeat(digest))
+        agent.role.handle_message(links[name], Heartbeat((fact,)))
     scenario.play("run 1")
-    assert agent.role.replicas.diverged_since is None
-    agent.role.handle_message(links["b"], Heartbeat(StateDigest(generation, 64, OTHER)))
-    assert agent.role.replicas.diverged_since is not None
+    assert find_judge(agent.role).diverged_since is None
+    agent.role.handle_message(links["b"], Heartbeat((make_fact(generation, 64, OTHER),)))
+    assert find_judge(agent.role).diverged_since is not None
 
 
 class Job:
@@ -178,12 +190,11 @@ class Job:
     def count_sent(self, name: str, item: object) -> None:
         """Count sent messages; digests go to the leader only."""
         if isinstance(item, Send):
-            kind = type(item.message).__name__
-            self.sent[kind] += 1
-            if isinstance(item.message, Heartbeat) and item.message.state_digest:
+            self.sent[type(item.message).__name__] += 1
+            (agent,) = [node.agent for node in self.nodes if node.name == name]
+            assert agent is not None
+            if isinstance(item.message, Heartbeat) and item.message.facts:
                 self.sent["digest"] += 1
-                (agent,) = [node.agent for node in self.nodes if node.name == name]
-                assert agent is not None
                 assert not isinstance(agent.role, Leader)
 
     def train(self, steps: int, step_s: float, diverged_from: dict[str, int]) -> None:
@@ -210,12 +221,11 @@ def test_equal_replicas_are_never_reported(seed: int) -> None:
     job = Job(seed)
     job.train(400, 0.05, {})
     assert job.sent["digest"] > 0
-    assert not job.sent["ReplicasDiverged"] + job.sent["JobEnd"]
+    assert not job.sent["JobEnd"]
     (leader,) = [node.agent.role for node in job.nodes if node.agent and isinstance(node.agent.role, Leader)]
-    assert leader.replicas.agreed_step >= 352, (
-        "multiples of 16 in the last second of 400 steps may be missing"
-    )
-    assert len(leader.replicas.digests_by_step) <= MAX_STEPS_KEPT
+    judge = find_judge(leader)
+    assert judge.agreed_step >= 352, "multiples of 16 in the last second of 400 steps may be missing"
+    assert len(judge.digests_by_step) <= MAX_STEPS_KEPT
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -227,15 +237,9 @@ def test_diverged_replica_is_named_on_all_nodes(seed: int) -> None:
     job.train(400, 0.05, {name: since})
     node_timeout_steps = int(3 / 0.05)  # the wait for missing digests
     named = (name,) if len(job.names) > 2 else ()
-    assert any(node.divergences for node in job.nodes)
     for node in job.nodes:
-        if not node.divergences:  # its link broke at that time
-            assert node.end is not None
-            assert isinstance(node.end.reason, ReplicasDiffer)
-            continue
-        report = node.divergences[0]
-        verdict = report.verdict
+        assert node.end is not None
+        assert isinstance(node.end.reason, ReplicasDiffer)
+        verdict = node.end.reason.verdict
         assert verdict.diverged == named
         assert verdict.agreed_step < since <= verdict.step < since + 48 + 2 * node_timeout_steps
-    if report.generation == 1:
-        assert job.sent["ReplicasDiverged"] <= len(job.names) - 1

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from elastic_resume.events import Event
-from elastic_resume.policy.start_cost import STANDBY_AFTER_S, StartCost, choose_standby_ranks, find_start_cost
+from elastic_resume.mechanisms.standbys.start_cost import (
+    STANDBY_AFTER_S,
+    StartCost,
+    choose_standby_ranks,
+    find_start_cost,
+)
 
 SLOW = StartCost(20.0, 1 << 30)
 

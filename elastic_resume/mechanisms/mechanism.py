@@ -1,0 +1,162 @@
+"""Define what a mechanism may add to workers, agents, leader and descriptions, and how its values travel.
+
+A *mechanism* is optional: training, restart and resume work without it. Its package holds all of it: what it
+measures in the workers, what the leader judges, what the agents do, and how people read of it. The rest of
+elastic_resume knows it by its entry in `mechanisms.registry` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from elastic_resume.events import Event
+from elastic_resume.rendezvous.facts import FactBody, Topic
+from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_json_value, to_json_value
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from elastic_resume.policy.failure_classification import Failure
+    from elastic_resume.rendezvous.client import RendezvousClient
+    from elastic_resume.rendezvous.core.interface import StartWorkers
+
+T = TypeVar("T")
+
+
+class StepObserver:
+    """Measures steps in a worker, in one generation."""
+
+    def watch(self, ddp: DistributedDataParallel) -> None:
+        """Note a wrapper of a tracked model; it may be noted before."""
+
+    def end_step(self) -> None:
+        """Note the end of a step."""
+
+    def close(self) -> None:
+        """Observe no more."""
+
+
+class StepObservers(StepObserver):
+    """The observers of all mechanisms as one."""
+
+    def __init__(self, observers: Iterable[StepObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def watch(self, ddp: DistributedDataParallel) -> None:
+        """Note a wrapper."""
+        for observer in self._observers:
+            observer.watch(ddp)
+
+    def end_step(self) -> None:
+        """Note the end of a step."""
+        for observer in self._observers:
+            observer.end_step()
+
+    def close(self) -> None:
+        """Observe no more."""
+        for observer in self._observers:
+            observer.close()
+
+
+class AgentContext(NamedTuple):
+    """What a mechanism's part in an agent works with."""
+
+    node_dir: Path
+    local_world_size: int
+    node_timeout_s: float
+    emit: Callable[..., Any]
+    """It takes an event's kind and fields."""
+    has_resumed: Callable[[], bool]
+    """Return whether a worker of this generation has come out of `er.resume`."""
+    word: int | None = None
+    """With a step observer: the place of its word in `ProgressRecord.measurements`."""
+
+
+class AgentPart:
+    """A mechanism's part in an agent; its status thread calls the first two methods."""
+
+    def handle_event(self, event: Event) -> None:
+        """Note a new event of this node."""
+
+    def update(self, client: RendezvousClient) -> object:
+        """Act once a second; return the node's `StatusMember`, or None."""
+
+    def start(self, client: RendezvousClient) -> None:
+        """Begin, before the node joins a view."""
+
+    def begin_generation(self, world: StartWorkers) -> None:
+        """Note that the workers of a view start now."""
+
+    def handle_failure(self, failure: Failure) -> None:
+        """Note how a worker has failed; what `find_failures` returns then may precede it."""
+
+    def find_failures(self) -> tuple[Failure, ...]:
+        """Return failures of this node in its generation that no worker has reported."""
+        return ()
+
+    def close(self) -> None:
+        """End what `start` began."""
+
+
+class AlertKind(NamedTuple):
+    """A kind of event that a report lists, unless its description is empty."""
+
+    kind: str
+    describe: Callable[[Event], str]
+    is_bad: bool = False
+    """A person should look; not after an event of the kind `ended_by` of the same rank."""
+    ended_by: str = ""
+
+
+class StatusMember(NamedTuple):
+    """A member of each node in `status`; its kind is a frozen dataclass."""
+
+    name: str
+    kind: type
+    describe: Callable[[Any], str]
+
+
+class Gauge(NamedTuple):
+    """A metric of each node, with one more label."""
+
+    name: str
+    text: str
+    label: str
+    sample: Callable[[dict[str, Any]], tuple[str, float]]
+    """Return the label's value and the metric's from the `StatusMember`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """One mechanism, and the seams that it uses."""
+
+    topic: Topic | None = None
+    """What its agents tell the leader, and how the leader judges it."""
+    make_observer: Callable[[Callable[[int], None], Callable[[], int]], StepObserver] | None = None
+    """It gets a function that records a word for the agent, and one that counts the rank's collectives."""
+    make_agent_part: Callable[[AgentContext], AgentPart] | None = None
+    alerts: tuple[AlertKind, ...] = ()
+    status: StatusMember | None = None
+    gauge: Gauge | None = None
+
+
+def encode_body(value: Any) -> FactBody:
+    """Return a frozen dataclass as the body of a fact."""
+    return FactBody(dump_json(to_json_value(value)).decode())
+
+
+def decode_body(kind: type[T], body: FactBody) -> T:
+    """Return the dataclass that `encode_body` encoded.
+
+    Raises:
+        ValueError: it is malformed.
+
+    """
+    try:
+        return from_json_value(kind, json.loads(body))
+    except (ProtocolError, RecursionError) as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,49 @@
+"""List the mechanisms. Without its line here, and its package, a mechanism is gone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from elastic_resume.mechanisms.mechanism import (
+    AgentContext,
+    AgentPart,
+    Mechanism,
+    StatusMember,
+    StepObserver,
+    StepObservers,
+)
+from elastic_resume.mechanisms.replicas import REPLICAS
+from elastic_resume.mechanisms.slow_ranks import SLOW_RANKS
+from elastic_resume.mechanisms.standbys import STANDBYS
+from elastic_resume.mechanisms.unreachable_peers import UNREACHABLE_PEERS
+
+MECHANISMS: tuple[Mechanism, ...] = (
+    REPLICAS,
+    SLOW_RANKS,
+    STANDBYS,
+    UNREACHABLE_PEERS,
+)
+TOPICS = tuple(mechanism.topic for mechanism in MECHANISMS if mechanism.topic)
+ALERTS = tuple(alert for mechanism in MECHANISMS for alert in mechanism.alerts)
+STATUS_MEMBERS = tuple(mechanism.status for mechanism in MECHANISMS if mechanism.status)
+_OBSERVER_MAKERS = tuple(mechanism.make_observer for mechanism in MECHANISMS if mechanism.make_observer)
+
+
+def make_step_observers(
+    record: Callable[[int, int], None], count_collectives: Callable[[], int]
+) -> StepObserver:
+    """Return the observers of one generation; ``record`` takes the place of a word and its value."""
+    return StepObservers(
+        make(functools.partial(record, word), count_collectives) for word, make in enumerate(_OBSERVER_MAKERS)
+    )
+
+
+def make_agent_parts(context: AgentContext) -> dict[AgentPart, StatusMember | None]:
+    """Return the parts of an agent, each with the member of its status that it makes."""
+    parts = {}
+    for mechanism in MECHANISMS:
+        if mechanism.make_agent_part:
+            word = _OBSERVER_MAKERS.index(mechanism.make_observer) if mechanism.make_observer else None
+            parts[mechanism.make_agent_part(context._replace(word=word))] = mechanism.status
+    return parts

@@ -1,0 +1,70 @@
+"""Test that all else works without the package of a mechanism and its line in the registry."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.cluster
+
+# Of the tests that do not belong to a mechanism, those of what asks the registry. The pages of docs/ describe
+# all mechanisms, so their tests stay out.
+PURE_TESTS = [
+    "unit/report/test_metrics.py",
+    "unit/commands/test_job_status.py",
+]
+JOB = """
+import subprocess, sys
+from pathlib import Path
+from elastic_resume.testing import Cluster
+
+with Cluster(Path("job"), nodes=1, workers_per_node=2, flags=["--snapshot-every", "1"]) as cluster:
+    slow = ["--slow-from=3", f"--slow-until={Path('asked').resolve()}"]
+    cluster.start("tests/support/scripts/train.py", "--step-log=log", "--epochs=2", *slow)
+    cluster.wait(step=3)
+    cluster.kill_worker(0)
+    cluster.wait(lambda: len(cluster.events("resume")) > 1, "the restart")
+    for command in (["status", str(cluster.nodes[0].ckpt_dir / cluster.run_id)], ["--help"]):
+        subprocess.run([sys.executable, "-m", "elastic_resume", *command], check=True)
+    Path("asked").touch()
+    assert cluster.wait_exit() == [0]
+    subprocess.run([sys.executable, "-m", "elastic_resume", "report", str(cluster.run_dir)], check=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["slow_ranks", "unreachable_peers"])
+def test_all_else_works_without_a_mechanism(tmp_path: Path, name: str) -> None:
+    """Help, status and report too, in a job with a killed worker."""
+    for folder in ("elastic_resume", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("docs", "deploy"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.rmtree(tmp_path / "elastic_resume/mechanisms" / name)
+    registry = tmp_path / "elastic_resume/mechanisms/registry.py"
+    text, count = re.subn(rf"(?im)^.*\b{name}\b.*\n", "", registry.read_text())
+    assert count == 2, "the import and the line of the list"
+    registry.write_text(text)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert str(tmp_path) in run("-c", "import elastic_resume; print(elastic_resume.__file__)")
+    tests = [f"tests/{path}" for path in PURE_TESTS]
+    run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", "not document", *tests)
+    output = run("-c", JOB)
+    assert "job: generation 2, 1 node, 2 ranks" in output
+    assert "1 failure" in output

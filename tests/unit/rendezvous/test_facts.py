@@ -1,0 +1,126 @@
+"""Test the channel of facts: what reaches a judge, and what its judgment does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
+from elastic_resume.policy.restart import GaveUp, NoProgress
+from elastic_resume.rendezvous.core.interface import EndJob
+from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.facts import Fact, FactBody, FactOutbox, Judge, Judgment, Scope, Topic
+from tests.support.rendezvous_sim.scenario import Scenario
+
+
+class Recorder(Judge):
+    """A judge that keeps what it gets, and finds what the test wants."""
+
+    judgment = Judgment()
+    heard: list[tuple[str, str]]
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        Recorder.heard = []
+
+    def add(self, node: str, fact: Fact, now: float) -> None:
+        """Keep the fact."""
+        del now
+        if fact.body == "malformed":
+            raise ValueError(fact.body)
+        self.heard.append((node, fact.body))
+
+    def judge(self, now: float) -> Judgment:
+        """Return what the test has set."""
+        del now
+        return replace(self.judgment, body=FactBody(f"{len(self.heard)}") if self.heard else FactBody(""))
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    """Start a view of a, which leads, and b; s is a spare."""
+    monkeypatch.setattr(Recorder, "judgment", Judgment())
+    started = Scenario("nodes=a,b,s candidates=a nnodes=1:2")
+    for node in started.nodes.values():
+        node.topics = (Topic("t", Recorder),)
+    started.play("start a b; run 5; start s; run 2")
+    return started
+
+
+def send(job: Scenario, name: str, body: str, generation: int = 1, topic: str = "t") -> None:
+    """Let a node send a fact."""
+    job.nodes[name]._handle_event(Fact(topic, generation, FactBody(body)))
+
+
+def find_verdicts(job: Scenario) -> dict[str, str]:
+    """Return the verdict that each node knows."""
+    known = {name: node.agent.state.verdicts for name, node in job.nodes.items() if node.agent}
+    return {name: verdicts["t"].body for name, verdicts in known.items() if "t" in verdicts}
+
+
+def test_judge_hears_members_of_its_generation_and_all_learn_its_verdict(job: Scenario) -> None:
+    """A spare's, a malformed and an unknown fact, and those of other generations, are dropped."""
+    send(job, "b", "one")
+    send(job, "a", "two")
+    send(job, "s", "spare")
+    job.play("run 1")
+    send(job, "b", "late", generation=0)
+    send(job, "a", "early", generation=2)
+    send(job, "b", "unknown", topic="u")
+    job.play("run 1")
+    assert sorted(Recorder.heard) == [("a", "two"), ("b", "one")]
+    assert find_verdicts(job) == dict.fromkeys("abs", "2")
+    job.play("kill-worker b; run 5")
+    assert Recorder.heard == []
+    assert find_verdicts(job) == {}
+
+
+def test_malformed_fact_is_dropped(job: Scenario) -> None:
+    """The next one counts."""
+    send(job, "b", "malformed")
+    job.play("run 1")
+    assert find_verdicts(job) == {}
+    send(job, "b", "one")
+    job.play("run 1")
+    assert find_verdicts(job) == dict.fromkeys("abs", "1")
+
+
+def test_newest_fact_is_sent_again_after_a_broken_connection(job: Scenario) -> None:
+    """It may have been lost."""
+    send(job, "b", "one")
+    job.play("run 1; reset a b; run 1")
+    assert Recorder.heard == [("b", "one")] * 2
+
+
+def test_judgment_fails_the_job_on_all_nodes(job: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its reason, and with the root causes that it names."""
+    reason = GaveUp("b", NoProgress(None, 1, 0))
+    cause = Failure(DIVERGENCE, "b", None, step=7)
+    monkeypatch.setattr(Recorder, "judgment", Judgment(job_failure=reason, root_causes=(cause,)))
+    send(job, "b", "one")
+    job.play("run 1")
+    ends = [node.end for node in job.nodes.values()]
+    assert [end.reason for end in ends if isinstance(end, EndJob)] == [reason] * 3
+    assert [end.failures[0].node for end in ends if isinstance(end, EndJob)] == ["b"] * 3
+
+
+def test_scope_names_members_in_rank_order(job: Scenario) -> None:
+    """A judge compares all members, so it knows whom it has not heard."""
+    agent = job.nodes["a"].agent
+    assert agent
+    assert isinstance(agent.role, Leader)
+    judge = agent.role.board._judges["t"]
+    assert isinstance(judge, Recorder)
+    assert judge.scope == Scope(1, ("a", "b"), "a", 3.0)
+
+
+def test_outbox_keeps_the_fact_that_its_topic_chooses() -> None:
+    """Of those that wait for one heartbeat; a fact of an earlier generation replaces none."""
+    outbox = FactOutbox([Topic("t", Recorder, choose=lambda kept, new: FactBody(max(kept, new)))])
+    for generation, body in ((1, "b"), (1, "a"), (0, "z")):
+        outbox.add(Fact("t", generation, FactBody(body)))
+    assert outbox.take() == (Fact("t", 1, FactBody("b")),)
+    assert outbox.take() == ()
+    outbox.renew()
+    assert outbox.take() == (Fact("t", 1, FactBody("b")),)
