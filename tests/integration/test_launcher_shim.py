@@ -317,9 +317,9 @@ def test_what_stays_longer_is_stopped_and_named(
     with changed_shim("pass", environ | {constants.ENV_GRACE: "0.3"}, "/bin/sh", "-c", command) as process:
         assert process.wait(30) == 0
     assert (tmp_path / "left.term").read_text() == "stopped\n"
-    assert re.search(
-        r"rank \d has ended well and left '.*' \(process \d+\): they have 0.3 s", capfd.readouterr().err
-    )
+    lines = capfd.readouterr().err
+    assert re.search(r"rank \d: has ended well and left '.*' \(process \d+\). After 0.3 s", lines)
+    assert re.search(r"rank \d: what it left did not end within 0.3 s, and is stopped", lines)
     left.unlink()
     with changed_shim("pass", environ | {constants.ENV_GRACE: "600"}, "/bin/sh", "-c", command) as process:
         wait_for_pid(left)

@@ -73,6 +73,10 @@ def kill_all(
             named = True
             write_names(pids, grace_s)
         if at_once or now - start >= grace_s:
+            if named and not at_once and killed_at > now:
+                write_line(
+                    f"what it left did not end within {grace_s:g} s, and is stopped; it may be incomplete"
+                )
             at_once = at_once or not named or now - killed_at > LEFTOVERS_TERM_S
             killed_at = min(killed_at, now)
             for pid in pids:
@@ -100,11 +104,16 @@ def write_names(pids: "list[int]", grace_s: float) -> None:
             continue
     if not names:
         return
-    text = (
-        f"elastic_resume: rank {os.environ.get('RANK', '?')} has ended well and left {', '.join(names)}: "
-        f"they have {grace_s:g} s to end (--grace), then SIGTERM.\n"
+    write_line(
+        f"has ended well and left {', '.join(names)}. After {grace_s:g} s (--grace) SIGTERM follows: "
+        "wait for what the script starts, or give more time"
     )
-    os.write(2, text.encode(errors="replace"))
+
+
+def write_line(text: str) -> None:
+    """Print a sentence about this rank."""
+    line = f"elastic_resume: rank {os.environ.get('RANK', '?')}: {text}.\n"
+    os.write(2, line.encode(errors="replace"))
 
 
 def list_all() -> "list[int]":

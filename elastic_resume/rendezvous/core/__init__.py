@@ -29,12 +29,12 @@ running view stays, then the one that knows the newer view, then the one with mo
 
 Messages. A node follows a leader when it has been welcomed and has sent its first reply::
 
-    candidate → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
+    searcher  → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
     follower  → leader      Heartbeat JoinRequest Vote ProposalAck NodeFinished FailureReport FailJob
                             Preparation LeaveNotice
     leader    → follower    Heartbeat RequestVote VoteHeld Propose StartView Decided EndView Waiting
                             JobEnd Redirect Refused LeaveNotice
-    leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect
+    leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect | JobEnd
 
 How a view is decided (`quorum`, `voter`, `decision`): `docs/concepts/worlds.md` has the argument, the
 exception, what it trusts, and what waits. In short, the successor of a view is one slot, an instance of

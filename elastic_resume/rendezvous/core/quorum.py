@@ -7,7 +7,7 @@ messages or links.
 
 More than half of the members are a quorum. Exactly half are one with the leader's vote. The *exception*
 (`breaks_tie`) says where that vote is when the leader has died. Without it, the second of two nodes could not
-continue. It relies on clocks and on refused connections; no other part of the rendezvous does.
+continue. It relies on clocks and on refused connections; no other part of the argument does.
 `View.is_strict` switches it off: the rule belongs to the view, as its members do.
 """
 

@@ -56,7 +56,7 @@ class JobEnd:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The members of one generation in rank order, and the leader that proposed it.
+    """The members of one generation in rank order, and the leader that proposed it, or rank 0.
 
     Without members it stands for the end of the job, or with generation 0 for the time before the first view.
     The candidates decide its successor. `history` names the sequence, from its first view on: two jobs may
