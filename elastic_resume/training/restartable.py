@@ -58,6 +58,7 @@ INTERRUPT_SIGNAL = STACKS_SIGNAL + 1
 WORLD_END_WAIT_S = 2.0
 SECOND_INTERRUPT_S = 1.0  # the script may have swallowed the first one
 POSTPONED_S = 0.005
+IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 UNHANDLED_S = 0.02
 # Left in their middle, they would leave the rest of a message in a pipe: a DataLoader's persistent workers
 # could not be used again.
@@ -132,9 +133,11 @@ class Interrupter:
         if self._depth:
             self._is_pending = True
             return
-        while frame is not None and not self._must_break:
+        while frame is not None:
             # Python prints and drops what is raised in __del__, so the interrupt would be lost there.
-            if frame.f_code in UNBROKEN or frame.f_code.co_name == "__del__":
+            # A module whose import was cut is broken for this process: better that the process is killed.
+            is_unbroken = frame.f_code in UNBROKEN or frame.f_code.co_name == "__del__"
+            if (is_unbroken and not self._must_break) or frame.f_code.co_filename == IMPORT_SYSTEM:
                 self.is_postponed = True
                 return
             frame = frame.f_back

@@ -29,7 +29,7 @@ from elastic_resume.slots.progress_page import read_start_ticks
 from elastic_resume.state import state_dict
 from elastic_resume.state.built_settings import BuiltSettings
 from elastic_resume.state.parameters import FrozenParameters
-from elastic_resume.training import untracked, worker_exit
+from elastic_resume.training import rank_claim, untracked, worker_exit
 from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.run import Run
 from elastic_resume.training.run_parts import RunArguments
@@ -182,6 +182,7 @@ def resume(
     except ElasticResumeError:
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
+    rank_claim.claim_rank()
     options = RunOptions(seed, rng, on_world_change)
     arguments = RunArguments(tracked, batches, data, options, settings, frozen, built_settings, start_s)
     run = Run(arguments, link, standby=is_standby, tensor_pool=tensor_pool)

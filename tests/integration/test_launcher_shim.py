@@ -239,6 +239,23 @@ def test_signal_that_stops_nothing_does_not_reach_worker(number: int, start: Any
     assert read_exit_event(tmp_path)["stopped"] is False
 
 
+def test_signal_that_nohup_ignores_does_not_reach_worker(start: Any, tmp_path: Path) -> None:
+    """It may be sent to every process of a job."""
+    end = tmp_path / "end"
+    loop = f"echo $$ > {tmp_path / 'pid'}; while [ ! -e {end} ]; do sleep 0.05; done; exit 5"
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("/bin/sh", "-c", loop)
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    wait_for_pid(tmp_path / "pid")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)  # nothing to wait for
+    end.touch()
+    assert process.wait(30) == 5
+    assert read_exit_event(tmp_path)["stopped"] is False
+
+
 def test_worker_ignoring_sigterm_is_killed_after_grace_period(
     environ: dict[str, str], start: Any, tmp_path: Path
 ) -> None:
@@ -310,10 +327,10 @@ def test_upload_that_a_successful_worker_leaves_ends_within_the_grace(start: Any
 def test_what_stays_longer_is_stopped_and_named(
     environ: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM comes first. A drain, or the end of the agent, waits for nothing."""
+    """SIGTERM comes first, and once. A drain, or the end of the agent, waits for nothing."""
     left = tmp_path / "left"
-    loop = "while :; do sleep 0.05; done"
-    command = f'(trap "echo stopped > {left}.term; exit" TERM; echo $$ > {left}; {loop}) & exit 0'
+    loop = 'while [ -z "$asked" ]; do sleep 0.05; done; sleep 0.3'  # its clean-up
+    command = f'(trap "echo stopped >> {left}.term; asked=1" TERM; echo $$ > {left}; {loop}) & exit 0'
     with changed_shim("pass", environ | {constants.ENV_GRACE: "0.3"}, "/bin/sh", "-c", command) as process:
         assert process.wait(30) == 0
     assert (tmp_path / "left.term").read_text() == "stopped\n"

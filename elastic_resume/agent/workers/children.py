@@ -63,6 +63,7 @@ def kill_all(
     SIGTERM before SIGKILL. A message of the launcher shim at ``connection``, or its end, ends the wait.
     """
     start, killed_at, named = time.monotonic(), float("inf"), False
+    asked = set()  # have got SIGTERM; a second one would cut their clean-up
     while True:
         reap(0)
         pids, now = list_all(), time.monotonic()
@@ -80,7 +81,11 @@ def kill_all(
             at_once = at_once or not named or now - killed_at > LEFTOVERS_TERM_S
             killed_at = min(killed_at, now)
             for pid in pids:
-                send_signal(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+                if at_once:
+                    send_signal(pid, signal.SIGKILL)
+                elif pid not in asked:
+                    asked.add(pid)
+                    send_signal(pid, signal.SIGTERM)
         time.sleep(0.05 if named else 0.002)
 
 
@@ -99,7 +104,8 @@ def write_names(pids: "list[int]", grace_s: float) -> None:
     for pid in pids[:3]:
         try:
             with open(f"/proc/{pid}/cmdline", errors="replace") as file:
-                names.append(f"{file.read().replace(chr(0), ' ').strip()[:100]!r} (process {pid})")
+                words = file.read().split(chr(0))[:2]  # later ones may be secrets
+                names.append(f"{' '.join(words)[:100]!r} (process {pid})")
         except OSError:
             continue
     if not names:

@@ -172,7 +172,8 @@ def forward_until_exit(connection: "_socket.socket", forwarded: "set[int]", sign
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     for number in forwarded:
-        signal.signal(number, supervisor.ignore_signal)
+        if not _is_ignored(number):  # as by nohup
+            signal.signal(number, supervisor.ignore_signal)
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     poll = select.poll()
     poll.register(connection, select.POLLIN)

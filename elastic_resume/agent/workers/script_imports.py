@@ -12,6 +12,7 @@ import reads (`_HiddenPackages.check_late`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import math
 import os
@@ -88,7 +89,11 @@ class _HiddenPackages:
         self, roots: set[str], modules: dict[str, ModuleType], command: Sequence[str], mask: Iterable[int]
     ) -> None:
         self._roots, self._modules, self._command, self._mask = roots, modules, command, mask
-        self._environ = dict(os.environb)
+        self._environ, self._pid, self._cwd = dict(os.environb), os.getpid(), "."
+        with contextlib.suppress(OSError):  # it was removed
+            self._cwd = os.getcwd()  # noqa: PTH109 - pathlib would cost time
+        self._umask = os.umask(0)
+        os.umask(self._umask)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Return a spec for a hidden package, if the script has changed nothing that it reads."""
@@ -96,7 +101,7 @@ class _HiddenPackages:
         if name not in self._roots:  # a submodule's package is imported first
             return None
         changed = list_changed(self._environ, dict(os.environb), self._roots)
-        if changed:
+        if changed and os.getpid() == self._pid:  # what a script forks is no worker
             self._start_again(changed)
         there = self._modules[name].__spec__
         spec = importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
@@ -119,7 +124,7 @@ class _HiddenPackages:
     def check_late(self) -> None:
         """Begin again if the script has changed a variable that a new process would have read meanwhile."""
         changed = _list_changed(self._environ, dict(os.environb), READ_BY_COMPILER, READ_BY_COMPILER_LATER)
-        if not changed:
+        if not changed or os.getpid() != self._pid:
             return
         if sys.modules["torch"].distributed.is_initialized():  # a second group could not be made
             message = (
@@ -132,7 +137,7 @@ class _HiddenPackages:
         self._start_again(changed)
 
     def _start_again(self, changed: list[str]) -> None:
-        """Execute this worker's command, with the environment of its start."""
+        """Execute this worker's command, with the environment, directory and umask of its start."""
         if supervisor.ENV_STANDBY in os.environ:
             message = (
                 f"elastic_resume: the script sets {', '.join(changed)}, which torch reads at its import, so "
@@ -148,5 +153,8 @@ class _HiddenPackages:
         os.environb.clear()
         os.environb.update(self._environ)
         os.environ[ENV_NEW_PROCESS] = f"{time.monotonic()} {', '.join(changed)}"
+        with contextlib.suppress(OSError):  # the directory was removed
+            os.chdir(self._cwd)
+        os.umask(self._umask)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         worker_request.execute(list(self._command))

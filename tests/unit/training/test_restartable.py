@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -266,6 +267,36 @@ def test_blocks_that_unwind_are_not_cut(
             raise RuntimeError("a collective failed")
 
     assert make_call(link).run(train) == ["del ended" if block == "finalizer" else "finally ended"]
+    assert len(calls) == 2
+
+
+def test_import_is_not_cut(
+    supervisor: tuple[socket.socket, SupervisorLink], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else the module is broken for this process; torch.compile imports at its first call."""
+    monkeypatch.setattr(restartable, "SECOND_INTERRUPT_S", 0.03)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_late.py").write_text(
+        "import sys, time\nsys.end_world()\ntime.sleep(0.1)\nis_whole = True\n"
+    )
+    end, link = supervisor
+    serve(end, RESUME)
+    calls: list[int] = []
+
+    def end_world() -> None:
+        end.sendall(b"park\n")
+        link.is_world_over.wait(60)
+
+    def train() -> bool:
+        calls.append(1)
+        monkeypatch.setattr(sys, "end_world", end_world, raising=False)
+        import imported_late  # type: ignore[import-not-found]  # noqa: PLC0415
+
+        if len(calls) == 1:
+            wait_for_interrupt()
+        return bool(imported_late.is_whole)
+
+    assert make_call(link).run(train)
     assert len(calls) == 2
 
 

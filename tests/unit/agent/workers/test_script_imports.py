@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import site
@@ -90,6 +91,36 @@ def test_changed_variable_starts_the_script_again(
     assert package == [["python", "-u", "train.py"]]
     assert os.environ.pop(ENV_NEW_PROCESS).split()[1:] == ["OMP_NUM_THREADS"]
     assert "UNRELATED" not in os.environ
+
+
+@pytest.mark.usefixtures("package")
+def test_script_starts_again_in_the_directory_of_its_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else its own relative path leads nowhere."""
+    directory, umask = Path.cwd(), os.umask(0o027)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "31")
+    try:
+        with pytest.raises(StartedAgain):
+            import loaded  # noqa: F401, PLC0415
+        assert (Path.cwd(), os.umask(umask)) == (directory, umask)
+    finally:
+        os.umask(umask)
+    os.environ.pop(ENV_NEW_PROCESS)
+
+
+def test_forked_child_is_no_worker(package: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader or a pool that the script forks imports what is there; it would train as a second rank."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "31")
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            import loaded  # noqa: PLC0415
+
+            os._exit(0 if loaded.number == 7 and not package else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_standby_ends(
