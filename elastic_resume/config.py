@@ -465,10 +465,13 @@ _AGENT_VARIABLES = (
 def forget_outer_agent(environ: MutableMapping[str, str]) -> bool:
     """Remove the variables of an agent whose worker has started this job; return whether there is one.
 
-    An evaluation that a worker starts by a launcher of its own is another job, on this node alone.
+    An evaluation that a worker starts by a launcher of its own is another job, on this node alone. Its
+    default run id names the outer job and its local rank, since both may run the same script.
     """
     if constants.ENV_AGENT_PID not in environ:
         return False
+    outer, rank = environ.get(constants.ENV_RUN_ID, "job"), environ.get(constants.ENV_LOCAL_RANK, "0")
+    environ[constants.ENV_OUTER_JOB] = f"{outer}-r{rank}"
     for name in _AGENT_VARIABLES:
         environ.pop(name, None)
     return True
@@ -560,7 +563,8 @@ class Settings:
     ) -> Settings:
         """Fill in the names that were not given. A launcher's name of the job may be unsuitable."""
         if values["run_id"] is None:
-            run_id = fallback_run_id or environment.sanitize_name(Path(script).stem, "job")
+            name = "-".join(filter(None, [environ.get(constants.ENV_OUTER_JOB), Path(script).stem]))
+            run_id = fallback_run_id or environment.sanitize_name(name, "job")
             values["run_id"] = validate_directory_name("--rdzv-id", run_id)
         values["node_name"] = values["node_name"] or environment.read_context(environ).name
         return cls(**values)

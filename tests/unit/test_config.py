@@ -368,19 +368,26 @@ def test_worker_settings_under_agent_keep_agents_directory() -> None:
 
 
 def test_job_within_a_worker_forgets_the_agent_around_it() -> None:
-    """Settings stay, such as the directory of checkpoints; the run id does not."""
+    """Settings stay, such as the directory of checkpoints. Its run id is its own."""
     outer = {
         "ELASTIC_RESUME_RUN_ID": "train",
         "ELASTIC_RESUME_CKPT_DIR": "/ckpt",
         "ELASTIC_RESUME_AGENT_PID": "7",
         "ELASTIC_RESUME_COMMITTER": "x",
         "ELASTIC_RESUME_SUPERVISOR_FD": "3",
+        "ELASTIC_RESUME_LOCAL_RANK": "1",
         "PATH": "/bin",
     }
     environ = dict(outer)
     assert config.forget_outer_agent(environ)
-    assert environ == {"ELASTIC_RESUME_CKPT_DIR": "/ckpt", "PATH": "/bin"}
+    assert environ == {
+        "ELASTIC_RESUME_CKPT_DIR": "/ckpt",
+        "PATH": "/bin",
+        "ELASTIC_RESUME_OUTER_JOB": "train-r1",
+    }
     assert not config.forget_outer_agent(environ)
+    assert Settings.for_worker(environ, "train.py").run_id == "train-r1-train"
+    assert Settings.for_worker(environ, "train.py", run_id="mine").run_id == "mine"
 
 
 @pytest.mark.parametrize(

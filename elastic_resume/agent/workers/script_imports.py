@@ -29,9 +29,10 @@ from elastic_resume.constants import ENV_NEW_PROCESS, EXIT_NO_STANDBY
 # What torch and the libraries below it read when they are imported. PYTHON… and LD_… act on new processes
 # only, whoever sets them. CUDA_…, NCCL_… and GLOO_… are read later, where they are used.
 READ_BY_TORCH = ("TORCH", "PYTORCH_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_")
+READ_BY_PRELOADED = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "PL_")  # what packages of `--preload` import
 READ_LATER = (
     *("TORCH_NCCL_", "TORCHELASTIC_", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST"),
-    *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_KERNEL_CACHE_PATH"),  # Lightning sets the first
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_KERNEL_CACHE_PATH", "HF_TOKEN"),  # Lightning sets the first
 )
 # What torch._dynamo and torch._inductor read, which import torch does not import. Torch sets the last itself.
 READ_BY_COMPILER = ("TORCH_COMPILE", "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_")
@@ -71,7 +72,8 @@ def hide(packages: Iterable[str], command: Sequence[str], mask: Iterable[int]) -
 
 def list_changed(before: dict[bytes, bytes], now: dict[bytes, bytes], packages: Iterable[str]) -> list[str]:
     """Return the names of changed variables that one of the packages reads when it is imported."""
-    prefixes = (*READ_BY_TORCH, *(f"{name.upper()}_" for name in packages if name != "torch"))
+    preloaded = [f"{name.upper()}_" for name in packages if name != "torch"]
+    prefixes = (*READ_BY_TORCH, *preloaded, *(READ_BY_PRELOADED if preloaded else ()))
     return _list_changed(before, now, prefixes, READ_LATER)
 
 

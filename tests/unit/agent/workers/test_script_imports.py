@@ -180,6 +180,7 @@ def test_variable_of_the_compiler_set_after_the_import_starts_the_script_again_a
             ["MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"],
         ),
         ({b"LOADED_MODE": b"1"}, ["LOADED_MODE"]),
+        ({b"HF_HOME": b"/x", b"HF_HUB_OFFLINE": b"1", b"HF_TOKEN": b"x"}, ["HF_HOME", "HF_HUB_OFFLINE"]),
         ({b"CUDA_VISIBLE_DEVICES": b"1", b"NCCL_DEBUG": b"INFO", b"TORCH_NCCL_BLOCKING_WAIT": b"1"}, []),
         ({b"PYTORCH_NVML_BASED_CUDA_CHECK": b"1", b"TORCH_HOME": b"/x"}, []),  # Lightning; read when used
         ({b"PYTHONHASHSEED": b"0", b"TOKENIZERS_PARALLELISM": b"false", b"RANK": b"3"}, []),
@@ -189,7 +190,7 @@ def test_variable_of_the_compiler_set_after_the_import_starts_the_script_again_a
 def test_changed_variables_are_those_that_an_import_reads(
     changes: dict[bytes, bytes | None], names: list[str]
 ) -> None:
-    """A package named by --preload reads those that begin with its name."""
+    """A package named by --preload reads those that begin with its name, and imports others."""
     before = {b"OMP_NUM_THREADS": b"1", b"HOME": b"/root"}
     now = {name: value for name, value in (before | changes).items() if value is not None}
     assert script_imports.list_changed(before, now, ["torch", "loaded"]) == names
