@@ -72,6 +72,17 @@ def freeze_objects() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def keep_logging() -> Iterator[None]:
+    """Undo what a test, or `er.resume()` in it, does to the package's logger for the whole process."""
+    logger = PACKAGE_LOGGER
+    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagate
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `make soak` has the time for; a skip would mean that something is missing.
 

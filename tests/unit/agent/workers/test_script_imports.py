@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_resume.agent.workers import forkserver_manager, script_imports, worker_request
+from elastic_resume.agent.workers import children, forkserver_manager, script_imports, worker_request
 from elastic_resume.constants import ENV_NEW_PROCESS, ENV_STANDBY, EXIT_NO_STANDBY
 
 
@@ -41,6 +41,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[li
         raise StartedAgain
 
     monkeypatch.setattr(worker_request, "execute", execute)
+    monkeypatch.setattr(children, "kill_all", lambda *_, **__: None)  # this process may have others'
     script_imports.hide(["loaded"], ["python", "-u", "train.py"], set())
     assert not {"loaded", "loaded.part"} & sys.modules.keys()
     yield executed
