@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import random
 import resource
@@ -70,17 +71,6 @@ def freeze_objects() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def keep_logging() -> Iterator[None]:
-    """Undo what a test, or `er.resume()` in it, does to the package's logger for the whole process."""
-    logger = PACKAGE_LOGGER
-    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
-    logger.propagate = propagate
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -179,9 +169,16 @@ def restore_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:
-    """Restore the package's logger: `er.resume` adds a handler for the rest of the process."""
-    handlers, level, propagate = PACKAGE_LOGGER.handlers[:], PACKAGE_LOGGER.level, PACKAGE_LOGGER.propagate
+    """Reset the package's logger: `er.resume` adds a handler for the rest of the process.
+
+    Before the test too, since a fixture of a whole module may have called it.
+    """
+    _reset_logging()
     yield
-    PACKAGE_LOGGER.handlers[:] = handlers
-    PACKAGE_LOGGER.setLevel(level)
-    PACKAGE_LOGGER.propagate = propagate
+    _reset_logging()
+
+
+def _reset_logging() -> None:
+    PACKAGE_LOGGER.handlers.clear()
+    PACKAGE_LOGGER.setLevel(logging.NOTSET)
+    PACKAGE_LOGGER.propagate = True
