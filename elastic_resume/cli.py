@@ -58,8 +58,10 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
         if isinstance(error, MachineError) and words[:1] != ["run"]:
             return constants.EXIT_JOB_ERROR
         return exit_code_before_start(error)
-    except (RuntimeError, BlockingIOError) as error:  # of a thread, of a fork
-        if "can't start new thread" not in str(error) and not isinstance(error, BlockingIOError):
+    except (RuntimeError, BlockingIOError) as error:
+        # An error of a fork has no characters_written; one of a write to a full pipe has.
+        is_of_fork = isinstance(error, BlockingIOError) and not hasattr(error, "characters_written")
+        if not is_of_fork and "can't start new thread" not in str(error):
             raise
         print(
             f"{PROG}: error: the kernel refuses more processes and threads (ulimit -u, pids.max): "

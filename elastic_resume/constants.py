@@ -54,7 +54,7 @@ ENV_NEW_PROCESS = "ELASTIC_RESUME_NEW_PROCESS"  # "MONOTONIC_S VARIABLES": why a
 ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"  # descriptor of a worker's socket to its supervisor
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true local rank: --virtual-local-rank sets LOCAL_RANK to 0
 ENV_OUTER_JOB = (
-    "ELASTIC_RESUME_OUTER_JOB"  # "RUN_ID-rRANK" of the worker that has started this job's launcher
+    "ELASTIC_RESUME_OUTER_JOB"  # "RUN_ID-rLOCAL_RANK" of the worker that has started this launcher
 )
 ENV_COMMITTER = "ELASTIC_RESUME_COMMITTER"  # abstract unix socket of the agent's committer
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # path of the slots' control block, for worker supervisors

@@ -37,7 +37,8 @@ from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
 SHUTDOWN_TIMEOUT_S = 2.0
 """Minimum time that a node which ends the job waits for its leader's confirmation."""
 MAX_BOOT_STEP = 1 << 20
-"""By which the boot of a process grows at most: a copy of its directory draws the same with such a chance."""
+"""The number of a new process grows by a random step up to this. So processes of two copies of a directory
+get the same number once in a million times."""
 LEAVE_WAIT_S = LEAVE_TIMEOUT_S + 1
 """How long a leaving node waits until it has left."""
 LIVENESS_CHECK_S = 1.0

@@ -74,8 +74,8 @@ class ProgressRecord:
 
     ``last_progress_ns`` is the time of the last step or of the end of a busy period; 0 before the first step
     and after the last. ``busy`` ends at ``busy_until_ns``, 0 for no limit. ``epoch_end_step`` is the last
-    step of the last finished epoch. ``measurements`` are words of the `mechanisms`, 0 if
-    unknown. Times are of CLOCK_MONOTONIC.
+    step of the last finished epoch. ``measurements`` has a number for each
+    mechanism that measures steps (`mechanisms.registry`), 0 if unknown. Times are of CLOCK_MONOTONIC.
     """
 
     local_rank: int

@@ -33,7 +33,7 @@ def claim_rank(timeout_s: float = TIMEOUT_S) -> None:
         return
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # the agent has ended, and this worker ends too
+    except OSError:  # the agent has ended, and this worker ends too; or the script has changed its user
         return
     lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, FIRST_BYTE + int(local_rank), 1, 0)
     deadline = time.monotonic() + timeout_s

@@ -249,8 +249,17 @@ def test_signal_that_nohup_ignores_does_not_reach_worker(start: Any, tmp_path: P
     finally:
         signal.signal(signal.SIGHUP, former)
     wait_for_pid(tmp_path / "pid")
+    status = Path(f"/proc/{process.pid}/status")
+
+    def has(field: str, number: int) -> bool:
+        masks = dict(line.split(":\t") for line in status.read_text().splitlines() if line.startswith("Sig"))
+        return bool(int(masks[field], 16) & 1 << number - 1)
+
+    wait_for(
+        lambda: has("SigCgt", signal.SIGTERM) and not has("SigBlk", signal.SIGTERM), "the shim's handlers"
+    )
+    assert has("SigIgn", signal.SIGHUP)
     process.send_signal(signal.SIGHUP)
-    time.sleep(0.2)  # nothing to wait for
     end.touch()
     assert process.wait(30) == 5
     assert read_exit_event(tmp_path)["stopped"] is False

@@ -269,3 +269,16 @@ def test_refused_thread_or_fork_is_one_line_with_remedy(
     assert cli.main(["run", "train.py"]) == constants.EXIT_MACHINE_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert "pids.max" in line
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BlockingIOError(11, "write", 5)])
+def test_other_errors_of_these_classes_keep_their_traceback(error: Exception, monkeypatch: Any) -> None:
+    """A write to a full pipe is no refused fork."""
+
+    def fail(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "run", fail)
+    with pytest.raises(type(error)) as raised:
+        cli.main(["run", "train.py"])
+    assert raised.value is error

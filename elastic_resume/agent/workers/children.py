@@ -81,11 +81,9 @@ def kill_all(
             at_once = at_once or not named or now - killed_at > LEFTOVERS_TERM_S
             killed_at = min(killed_at, now)
             for pid in pids:
-                if at_once:
-                    send_signal(pid, signal.SIGKILL)
-                elif pid not in asked:
-                    asked.add(pid)
-                    send_signal(pid, signal.SIGTERM)
+                if at_once or pid not in asked:
+                    send_signal(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+            asked.update(pids)
         time.sleep(0.05 if named else 0.002)
 
 

@@ -57,11 +57,11 @@ class StartCostReporter(AgentPart):
         self._events: list[Event] = []
 
     def handle_event(self, event: Event) -> None:
-        """Keep the event of a worker that can keep its process."""
+        """Keep an event until `update`."""
         self._events.append(event)
 
     def update(self, client: RendezvousClient) -> None:
-        """Send the greatest cost among the new events."""
+        """Send the greatest cost among the new events of workers that can keep their process."""
         cost = find_start_cost(self._events)
         self._events = []
         if cost is not None:

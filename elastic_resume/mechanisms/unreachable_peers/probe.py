@@ -58,12 +58,15 @@ class PeerProbe(AgentPart):
         """The nodes that did not answer: members of this generation, or nodes that it leaves out."""
         self._dial_at = self._pause_s = 0.0
         self._thread = BackgroundThread("peer-probe", self.poll)
-        self.close = self._thread.request_close  # type: ignore[method-assign]
 
     def start(self, client: RendezvousClient) -> None:
         """Begin to look."""
         self._client = client
         self._thread.start()
+
+    def close(self) -> None:
+        """Look no more; a dial that is under way is not awaited."""
+        self._thread.request_close()
 
     def find_failures(self) -> tuple[Failure, ...]:
         """Return the failure of a node that cannot reach members of this generation."""
