@@ -213,7 +213,8 @@ def handle(*_):
     out, _ = child.communicate(b"alive")
     sys.exit(9 if out == b"alive" and os.getsid(0) == os.getpid() else 1)
 signal.signal(signal.SIGTERM, handle)
-open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+with open({str(tmp_path / "pid")!r}, "w") as file:  # a finalizer that closes it would swallow SystemExit
+    file.write(str(os.getpid()))
 time.sleep(600)
 """
     process = start(*python(code))
