@@ -42,6 +42,7 @@ TORCH_TIMEOUT_S = 60.0
 MIN_LOCKED_BYTES = 1 << 30
 NO_PROBLEM = "Nothing found that would make a start fail."
 CHECKED = "Checked: a start of `elastic-resume run` here, without flags."
+INFINIBAND_DIR = Path("/sys/class/infiniband")
 NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TORCH_PROBE = "import torch; print(torch.__version__, torch.cuda.device_count())"
 
@@ -175,6 +176,7 @@ def check_machine(ckpt_dir: str | None, environ: Mapping[str, str], workers: int
         Finding("memory", f"{format_bytes(machine.available_memory_bytes())} available", limit),
         _check_shared_memory(),
         _check_disk(ckpt_dir, environ),
+        Finding("kernel", platform.release(), "uname -r; 4.18 is the oldest that is meant to work"),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
         *_check_process_limit(workers),
         _check_locked_memory(),
@@ -207,6 +209,8 @@ def _check_locked_memory() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "unlimited")
+    if not any(INFINIBAND_DIR.glob("*")):
+        return Finding("locked memory", format_bytes(limit), "ulimit -l; no InfiniBand here, so it is enough")
     remedy = "too little for NCCL on InfiniBand: ulimit -l unlimited, docker run --ulimit memlock=-1"
     return Finding("locked memory", format_bytes(limit), remedy if limit < MIN_LOCKED_BYTES else "ulimit -l")
 

@@ -234,7 +234,7 @@ def _describe_difference(
         cause = (
             "No tracked model is in DDP, so each rank trains its own: write model = run.ddp(model) after "
             "er.resume(), or wrap it in DistributedDataParallel before, and call what that returns. If you "
-            f"average gradients yourself: {cause[0].lower()}{cause[1:]}"
+            "average gradients yourself, some are missing, or one rank alone changes weights."
         )
     return DivergenceError(
         f"ranks hold different values of {difference.name!r} after step {step} ({difference.ranks_text}). "

@@ -177,6 +177,22 @@ def test_call_that_the_machine_refuses_is_a_problem(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("limit", "has_infiniband", "remedy"),
+    [(65536, True, "too little for NCCL"), (1 << 31, True, ""), (65536, False, "no InfiniBand here")],
+)
+def test_small_locked_memory_concerns_infiniband_only(
+    limit: int, has_infiniband: bool, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Most containers have 64 KiB or 8 MiB, and no card."""
+    if has_infiniband:
+        (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(doctor, "INFINIBAND_DIR", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    (finding,) = (f for f in doctor.check_machine(str(tmp_path), {}) if f.name == "locked memory")
+    assert remedy in finding.source and not finding.problem
+
+
 @pytest.mark.usefixtures("_bare")
 def test_directory_whose_locks_exclude_nobody_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
