@@ -151,6 +151,8 @@ class _HiddenPackages:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
+        with contextlib.suppress(ValueError):  # not in the main thread, where no handler runs
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises when a loader's worker is killed
         children.kill_all(lambda: math.inf, at_once=True)  # the script starts them again
         os.environb.clear()
         os.environb.update(self._environ)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
+import signal
 import site
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ import torch
 
 from elastic_resume.agent.workers import children, forkserver_manager, script_imports, worker_request
 from elastic_resume.constants import ENV_NEW_PROCESS, ENV_STANDBY, EXIT_NO_STANDBY
+
+KILL_ALL = children.kill_all
 
 
 class StartedAgain(Exception):  # noqa: N818
@@ -108,6 +113,25 @@ def test_script_starts_again_in_the_directory_of_its_start(
     os.environ.pop(ENV_NEW_PROCESS)
 
 
+@pytest.mark.usefixtures("package")
+def test_script_is_not_told_of_its_killed_children() -> None:
+    """A DataLoader's handler raises RuntimeError when its worker is killed."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            importlib.import_module("loaded.part")
+            script_imports.hide(["loaded"], ["train.py"], set())
+            children.kill_all = KILL_ALL
+            worker_request.execute = lambda _: os._exit(7)  # type: ignore[assignment]
+            os.environ["OMP_NUM_THREADS"] = "31"
+            signal.signal(signal.SIGCHLD, lambda *_: os._exit(1))
+            if os.fork() == 0:
+                time.sleep(600)
+            importlib.import_module("loaded")
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_forked_child_is_no_worker(package: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader or a pool that the script forks imports what is there; it would train as a second rank."""
     monkeypatch.setenv("OMP_NUM_THREADS", "31")
@@ -153,6 +177,8 @@ def test_variable_of_the_compiler_set_after_the_import_starts_the_script_again_a
     """A new process imports torch._dynamo after it, and reads no other variable then."""
     executed: list[list[str]] = []
     monkeypatch.setattr(worker_request, "execute", executed.append)
+    monkeypatch.setattr(children, "kill_all", lambda *_, **__: None)  # this process may have others'
+    former = signal.getsignal(signal.SIGCHLD)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
     for known in script_imports.LIKELY_FIRST & sys.modules.keys():
@@ -166,6 +192,7 @@ def test_variable_of_the_compiler_set_after_the_import_starts_the_script_again_a
     before_resume()
     monkeypatch.setenv(name, "1")
     before_resume()
+    signal.signal(signal.SIGCHLD, former)
     assert executed == ([["python", "train.py"]] if begins_again and not has_group else [])
     is_named = "sets TORCH_COMPILE_DISABLE after it imports torch" in capfd.readouterr().err
     assert is_named == (begins_again and has_group)
