@@ -16,18 +16,8 @@ the worker::
                                                              resume N       N bytes of JSON follow: its new
                                                                             environment; with its streams
 
-States::
-
-    running --signal, generation not over--> stopping --grace period over--> killing
-    running --generation over, worker is restartable--> parking --worker has parked--> parked
-    running, stopping --generation over, worker is not restartable or has got SIGTERM--> killing
-    parking --PARK_TIMEOUT_S over, or end of the lease--> killing
-    parked --signal--> the launcher shim exits --the next one connects--> running, in its generation
-    parked, standby --agent ended--> killing
-    standby --worker has parked--> the launcher shim exits, as above
-    standby --signal--> killing
-    any --socket of the launcher shim closed--> killing
-    any --worker reaped--> kill leftovers, write worker-exit, report to the launcher shim
+`TRANSITIONS` has the states. After the worker has ended in any of them, the supervisor kills the leftovers,
+writes ``worker-exit`` and reports to the launcher shim.
 
 A generation is over when the lease has ended, or when a signal arrives after a failure on this node. Any
 other signal means a drain. Then SIGTERM goes to the worker alone, because it may need its DataLoader workers
@@ -172,6 +162,42 @@ def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int]"
     os._exit(0)
 
 
+# ---- states --------------------------------------------------------------------------------------------
+
+RUNNING = "running"  # in a generation
+STOPPING = "stopping"  # has got SIGTERM, and has the grace period
+PARKING = "parking"  # the generation is over, and the worker was asked to park
+COPYING = "copying"  # the generation is over, and the worker may finish the copy of its last step
+PARKED = "parked"  # the launcher shim stays until torchelastic stops it
+WAITING = "waiting"  # parked, for the next launcher shim
+STANDBY = "standby"  # starts before its node joins; belongs to no generation
+KILLING = "killing"
+
+TRANSITIONS = {  # (state, event): (next state, what is done); every other event leaves the state as it is
+    (RUNNING, "signal"): (STOPPING, "terminate"),
+    (RUNNING, "over, can park"): (PARKING, "ask to park"),
+    (RUNNING, "over"): (COPYING, ""),
+    (STOPPING, "over, can park"): (COPYING, ""),  # it has got SIGTERM and may be saving
+    (STOPPING, "over"): (COPYING, ""),
+    (STOPPING, "late"): (KILLING, ""),
+    (PARKING, "parked"): (PARKED, "listen"),
+    (PARKING, "cannot park"): (COPYING, ""),
+    (PARKING, "late"): (KILLING, ""),
+    (COPYING, "copied"): (KILLING, ""),
+    (COPYING, "late"): (KILLING, ""),
+    (PARKED, "signal"): (WAITING, "release"),
+    (WAITING, "resumed"): (RUNNING, ""),
+    (STANDBY, "parked"): (WAITING, "release"),
+    (STANDBY, "signal"): (KILLING, ""),
+}
+KILLING_EVENTS = {"shim ended", "agent ended", "refused"}  # in every state
+
+
+def find_transition(state: str, event: str) -> "tuple[str, str]":
+    """Return the next state, and what the supervisor has to do: the name of an action, or an empty text."""
+    return (KILLING, "") if event in KILLING_EVENTS else TRANSITIONS.get((state, event), (state, ""))
+
+
 class WorkerSupervisor:
     """Supervise one worker, in one generation or several, until it and all its leftovers have ended."""
 
@@ -189,14 +215,15 @@ class WorkerSupervisor:
         self._worker = worker
         self._wakeup_read = wakeup_read
         self._link = link
-        self._listener: _socket.socket | None = None  # of a worker without a generation
-        self._killed_at = INFINITY
+        self._listener: _socket.socket | None = None  # for the next launcher shim
         self._poll = select.poll()
         self._poll.register(wakeup_read, select.POLLIN)
         if link.socket is not None:
             self._poll.register(link.socket, select.POLLIN)
+        self._state, self._deadline = RUNNING, INFINITY
         self._begin_generation(connection, lease, copy_monitor)
         if ENV_STANDBY in os.environ:
+            self._state = STANDBY
             self._listener = worker_request.listen_parked(os.environ[ENV_LOCAL_RANK])
 
     def _begin_generation(
@@ -211,7 +238,6 @@ class WorkerSupervisor:
         self._lease_expired = False
         self._stop_requested = False
         self._stopped_at: float | None = None  # Unix time of the first of both
-        self._kill_at = self._park_until = INFINITY
         self._was_late_to_park = False
         send(connection, b"started %d %d\n" % (self._worker, os.getpid()))
         write_worker_forked(self._worker)
@@ -258,89 +284,100 @@ class WorkerSupervisor:
             if status is not None:
                 return status
             now = now_s()
-            timeout_s = self._check_generation(now) if self._listener is None else self._check_parked()
-            if timeout_s is None or now >= self._kill_at:
+            while event := self._find_event(now):
+                self._handle(event, now)
+            if self._state == KILLING:
                 children.kill(self._worker)
-                if self._killed_at == INFINITY and self._park_until < INFINITY:
-                    self._was_late_to_park = self._link.is_restartable and not self._link.is_parked
-                timeout_s, self._killed_at = LEASE_POLL_INTERVAL_S, min(self._killed_at, now)
-                if now - self._killed_at > children.KILL_TIMEOUT_S:
+                if now >= self._deadline:
                     return None
-            for descriptor, _ in self._poll.poll(max(0.0, timeout_s) * 1000):
+            for descriptor, _ in self._poll.poll(self._poll_interval_s(now) * 1000):
                 if descriptor == self._wakeup_read:
                     os.read(self._wakeup_read, 4096)
                 elif descriptor == self._connection.fileno():
-                    self._handle_stop_request()
+                    self._receive_signal()
                 elif self._listener is not None and descriptor == self._listener.fileno():
                     self._handle_next_shim(self._listener)
                 elif not self._link.receive():
                     self._poll.unregister(descriptor)
 
-    # ---- in a generation -----------------------------------------------------------------------------
-
-    def _check_generation(self, now: float) -> "float | None":
-        """Return for how long to let the worker go on before the next check, or None to kill it."""
-        expires_at = self._lease.expires_at()
+    def _find_event(self, now: float) -> str:
+        """Return what has happened, other than messages; an empty text if nothing changes the state."""
+        state, expires_at = self._state, self._lease.expires_at()
         if expires_at > -INFINITY:
             self._last_expiry = expires_at
-        if not self._is_over():
-            interval_s = WATCH_POLL_INTERVAL_S if now < self._link.watch_until else LEASE_POLL_INTERVAL_S
-            return min(interval_s, self._lease.remaining_s(), self._kill_at - now)
-        if self._stopped_at is None:
-            self._stopped_at = time.time()
-        is_copying = self._copy_monitor.should_wait(now, self._last_expiry)
-        park_s = self._let_park(now)
-        if self._listener is not None:
-            return 0.0
-        if park_s > 0:
-            return min(LEASE_POLL_INTERVAL_S, park_s)
-        return COPY_POLL_INTERVAL_S if is_copying else None
+        event = ""
+        if state in {RUNNING, STOPPING} and self._is_over():
+            can_park = self._link.is_restartable and now < self._last_expiry
+            event = "over, can park" if can_park and not self._lease.has_agent_ended() else "over"
+        elif state in {PARKING, PARKED, WAITING, STANDBY} and self._lease.has_agent_ended():
+            event = "agent ended"
+        elif state in {PARKING, STANDBY} and self._link.is_parked:
+            event = "parked"
+        elif state == PARKED and self._stop_requested:
+            event = "signal"
+        elif state == PARKING and not self._link.is_restartable:
+            event = "cannot park"
+        elif state == COPYING and not self._copy_monitor.is_copying():
+            event = "copied"
+        if not event and now >= self._deadline:
+            event = "late"
+        return event if find_transition(state, event)[0] != state else ""
 
     def _is_over(self) -> bool:
         """Return whether the generation is over: its workers park or are killed, and get no SIGTERM."""
         self._lease_expired = self._lease_expired or self._lease.remaining_s() <= 0
         return self._lease_expired or (self._stop_requested and self._lease.has_no_grace())
 
-    def _let_park(self, now: float) -> float:
-        """Have a restartable worker park, within its lease; return how long it may take, 0 if it must not."""
-        was_stopped = min(self._kill_at, self._killed_at) < INFINITY
-        limit_s = min(self._park_until, self._last_expiry) - now
-        if was_stopped or limit_s <= 0 or not self._link.is_restartable or self._lease.has_agent_ended():
-            return 0.0
-        if self._park_until == INFINITY:
-            self._link.send(b"park\n")
-            self._park_until = now + PARK_TIMEOUT_S
-        if self._link.is_parked:
-            self._listener = worker_request.listen_parked(os.environ[ENV_LOCAL_RANK])
-        return min(limit_s, PARK_TIMEOUT_S)
-
-    def _handle_stop_request(self) -> None:
-        """Read a signal number from the launcher shim, or the end of the connection."""
-        signal_number = receive(self._connection, 1)
-        if not signal_number:
-            self._poll.unregister(self._connection)
-        if not signal_number or ENV_STANDBY in os.environ:
-            self._kill_at = 0.0
-        elif not (self._stop_requested or self._lease.has_no_grace() or self._is_over()):
-            children.send_signal(self._worker, signal.SIGTERM)
-            self._kill_at = min(self._kill_at, now_s() + read_grace_s())
-        self._stop_requested = True
-        if self._stopped_at is None:
+    def _handle(self, event: str, now: float) -> None:
+        """Change the state, and do what belongs to the change."""
+        former = self._state
+        self._state, action = find_transition(former, event)
+        if self._state in {PARKING, COPYING, KILLING} and self._stopped_at is None:
             self._stopped_at = time.time()
-
-    # ---- parked, or a standby ------------------------------------------------------------------------
-
-    def _check_parked(self) -> "float | None":
-        """Let the launcher shim go when nothing waits for it any more; return as `_check_generation`."""
-        if self._lease.has_agent_ended():
-            return None
-        is_free = self._link.is_parked and (self._stop_requested or ENV_STANDBY in os.environ)
-        if is_free and self._connection.fileno() >= 0 and self._listener is not None:
+        if action == "terminate":
+            children.send_signal(self._worker, signal.SIGTERM)
+            self._deadline = now + read_grace_s()
+        elif action == "ask to park":
+            self._link.send(b"park\n")
+            self._deadline = min(now + PARK_TIMEOUT_S, self._last_expiry)
+        elif action == "listen":
+            self._deadline = INFINITY
+            self._listener = worker_request.listen_parked(os.environ[ENV_LOCAL_RANK])
+        elif action == "release" and self._listener is None:
+            self._handle("refused", now)
+        elif action == "release" and self._listener is not None:
             send(self._connection, b"parked %d\n" % self._worker)
             self._poll.unregister(self._connection)
             self._connection.close()
             self._poll.register(self._listener, select.POLLIN)
-        return LEASE_POLL_INTERVAL_S
+        elif self._state == COPYING != former:
+            self._deadline = min(self._deadline, now + COPY_TIMEOUT_S, self._last_expiry)
+        elif self._state == KILLING != former:
+            self._deadline = now + children.KILL_TIMEOUT_S
+            can_park = self._link.is_restartable and not self._link.is_parked
+            self._was_late_to_park = former == PARKING and can_park
+
+    def _poll_interval_s(self, now: float) -> float:
+        """Return for how long to wait for messages before the next look at lease and deadline."""
+        interval_s = COPY_POLL_INTERVAL_S if self._state == COPYING else LEASE_POLL_INTERVAL_S
+        if self._state in {RUNNING, STOPPING}:
+            interval_s = WATCH_POLL_INTERVAL_S if now < self._link.watch_until else interval_s
+            interval_s = min(interval_s, self._lease.remaining_s())
+        return max(0.0, min(interval_s, self._deadline - now))
+
+    def _receive_signal(self) -> None:
+        """Read a signal number from the launcher shim, or the end of the connection."""
+        signal_number = receive(self._connection, 1)
+        self._stop_requested = True
+        if self._stopped_at is None:
+            self._stopped_at = time.time()
+        if not signal_number:
+            self._poll.unregister(self._connection)
+            self._handle("shim ended", now_s())
+        elif self._state == STANDBY or not self._is_over():
+            self._handle("signal", now_s())
+
+    # ---- parked, or a standby ------------------------------------------------------------------------
 
     def _handle_next_shim(self, listener: "_socket.socket") -> None:
         """Have the worker resume in the generation of the launcher shim that connects."""
@@ -360,10 +397,11 @@ class WorkerSupervisor:
         lease, copy_monitor = open_lease(connection), SnapshotCopyMonitor()
         if self._link.resume():
             send(connection, b"y")
+            self._handle("resumed", now_s())
             self._begin_generation(connection, lease, copy_monitor)
         else:  # this launcher shim starts a new worker
             connection.close()
-            self._kill_at = 0.0
+            self._handle("refused", now_s())
 
     def _wait_for_agent(self) -> bool:
         """Wait until the agent stops the dead worker; return True if the agent renewed the lease instead."""
@@ -565,7 +603,6 @@ class SnapshotCopyMonitor:
         """Map the control block of the agent's slots, where there is one."""
         path, rank = os.environ.pop(ENV_SLOTS, None), parse_int_or_none(os.environ.get(ENV_LOCAL_RANK))
         self._copy_word: memoryview[int] | None = None
-        self._wait_started_at = INFINITY
         if path is None or rank is None or not 0 <= rank < MAX_LOCAL_RANKS:
             return
         try:
@@ -576,17 +613,9 @@ class SnapshotCopyMonitor:
             return
         self._copy_word = memoryview(page).cast("Q")[COPYING_START + rank : COPYING_START + rank + 1]
 
-    def should_wait(self, now: float, lease_expires_at: float) -> bool:
-        """Return whether to let the worker finish its copy: for `COPY_TIMEOUT_S`, within its lease."""
-        self._wait_started_at = min(self._wait_started_at, now)
-        return (
-            self._copy_word is not None
-            and 0 < self._copy_word[0] < AWAITING_SLOT
-            and now < min(self._wait_started_at + COPY_TIMEOUT_S, lease_expires_at)
-        )
-
-
-# ---- processes -----------------------------------------------------------------------------------------
+    def is_copying(self) -> bool:
+        """Return whether the worker copies now."""
+        return self._copy_word is not None and 0 < self._copy_word[0] < AWAITING_SLOT
 
 
 # ---- events --------------------------------------------------------------------------------------------

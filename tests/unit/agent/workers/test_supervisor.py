@@ -1,4 +1,4 @@
-"""Test what the worker supervisor does between fork and start of its worker, in processes of its own."""
+"""The worker supervisor: its states, and what it does between fork and start of its worker."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+from elastic_resume.agent.workers import supervisor
 
 # The supervisor ends at once, or when its worker runs, or after it. The output ends when both have ended.
 CODE = """
@@ -44,3 +46,57 @@ def test_worker_ends_with_its_supervisor_and_inherits_nothing_of_it(death: str) 
         assert output == b""
     else:
         assert json.loads(output) == [[True, True], []]
+
+
+EVENTS = {event for _, event in supervisor.TRANSITIONS} | supervisor.KILLING_EVENTS
+STATES = {state for state, _ in supervisor.TRANSITIONS} | {supervisor.KILLING}
+
+
+@pytest.mark.parametrize(
+    ("events", "states", "actions"),
+    [
+        # A drain, which is repeated: one SIGTERM. The grace period ends.
+        (["signal", "signal", "late"], ["stopping", "stopping", "killing"], ["terminate"]),
+        # A failure elsewhere: the worker parks, its launcher shim goes at torchelastic's signal.
+        (
+            ["over, can park", "signal", "parked", "signal", "resumed", "signal"],
+            ["parking", "parking", "parked", "waiting", "running", "stopping"],
+            ["ask to park", "listen", "release", "terminate"],
+        ),
+        (["over, can park", "late"], ["parking", "killing"], ["ask to park"]),
+        (["over, can park", "cannot park", "copied"], ["parking", "copying", "killing"], ["ask to park"]),
+        (["over", "parked", "copied"], ["copying", "copying", "killing"], []),
+        # What has got SIGTERM does not park: it may be saving.
+        (["signal", "over, can park", "late"], ["stopping", "copying", "killing"], ["terminate"]),
+        # The next launcher shim starts a new worker.
+        (
+            ["over, can park", "parked", "signal", "refused", "resumed"],
+            ["parking", "parked", "waiting", "killing", "killing"],
+            ["ask to park", "listen", "release"],
+        ),
+    ],
+)
+def test_worker_goes_through_these_states(events: list[str], states: list[str], actions: list[str]) -> None:
+    """Each line is one worker, from its start in a generation."""
+    state, seen, done = supervisor.RUNNING, [], []
+    for event in events:
+        state, action = supervisor.find_transition(state, event)
+        seen.append(state)
+        done += [action] if action else []
+    assert (seen, done) == (states, actions)
+
+
+@pytest.mark.parametrize("state", sorted(STATES))
+def test_no_state_outlives_agent_or_launcher_shim(state: str) -> None:
+    """And nothing comes after the kill. A standby that is stopped has no step to save."""
+    for event in supervisor.KILLING_EVENTS:
+        assert supervisor.find_transition(state, event) == ("killing", "")
+    assert {supervisor.find_transition("killing", event) for event in EVENTS} == {("killing", "")}
+    assert supervisor.find_transition("standby", "signal") == ("killing", "")
+    assert supervisor.find_transition("standby", "parked") == ("waiting", "release")
+
+
+def test_states_that_wait_for_a_worker_have_an_end() -> None:
+    """A running worker has its lease; a parked one waits for its agent."""
+    ends = {state for state, event in supervisor.TRANSITIONS if event == "late"}
+    assert ends == STATES - {"running", "parked", "waiting", "standby", "killing"}
