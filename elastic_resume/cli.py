@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_resume import __version__, console, constants, machine
+from elastic_resume import __version__, constants, machine
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
 
 if TYPE_CHECKING:
@@ -27,14 +27,11 @@ PROG = "elastic-resume"
 
 
 def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
-    """Run one subcommand and return its exit code. A process by the name ``torchrun`` is ``run``.
+    """Run one subcommand and return its exit code.
 
     With ``owns_process``, ``run`` ends this process, and forks workers that end like it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    is_torchrun = argv is None and console.is_torchrun()
-    if is_torchrun and words != ["--version"]:
-        words = ["run", *words]
     try:
         if words[:1] == ["run"]:
             exit_code = run(words[1:], owns_process=owns_process)
@@ -51,8 +48,7 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
     except ElasticResumeError as error:
-        prog = f"torchrun ({PROG})" if is_torchrun else PROG
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        print(f"{PROG}: error: {error}", file=sys.stderr)
         if words[:1] in (["diff"], ["chaos"], ["rehearse"]):
             return constants.EXIT_USAGE  # they use 1 to report that two files differ, or that a job failed
         if isinstance(error, MachineError) and words[:1] != ["run"]:
@@ -97,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _build_parser(parents: Mapping[str, Parser]) -> argparse.ArgumentParser:
     """Build the parser. `main` parses the commands of ``parents`` elsewhere, so it needs none for them."""
-    from elastic_resume.commands import doctor, install_torchrun, job_status, run_directory  # noqa: PLC0415
+    from elastic_resume.commands import doctor, job_status, run_directory  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
 
     parser = Parser(
@@ -121,7 +117,7 @@ def _build_parser(parents: Mapping[str, Parser]) -> argparse.ArgumentParser:
             description=parent.description if parent else None,
             epilog=parent.epilog if parent else None,
         )
-    for module in (run_directory, doctor, job_status, install_torchrun):
+    for module in (run_directory, doctor, job_status):
         module.register(subparsers)
     return parser
 
@@ -153,15 +149,8 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
     if arguments[:1] in (["-h"], ["--help"]):  # without the import of torch
         write_stdout(run_help.format_help())
         return constants.EXIT_SUCCESS
-    if (
-        arguments
-        and arguments[0].replace("_", "-").startswith("--print-completion")
-        and not console.is_torchrun()
-    ):
-        raise ConfigError(
-            "--print-completion writes completions for the name torchrun. Install one with `elastic-resume "
-            "install-torchrun DIR`, and call that."
-        )
+    if arguments and arguments[0].replace("_", "-").startswith("--print-completion"):
+        raise ConfigError("--print-completion writes completions for the name torchrun: call torchrun.")
 
     is_nested = config.forget_outer_agent(os.environ)
     with _omp_threads_of_workers(arguments):

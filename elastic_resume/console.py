@@ -31,7 +31,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TextIO
 
 from elastic_resume import constants
@@ -44,11 +43,6 @@ LONG_OPERATION_S = 2.0
 REPEAT_S = 30.0
 
 logger = logging.getLogger(__name__)
-
-
-def is_torchrun() -> bool:
-    """Return whether this command was started by the name ``torchrun``: see `commands.install_torchrun`."""
-    return Path(sys.argv[0]).name == "torchrun"
 
 
 def read_level(environ: Mapping[str, str]) -> int:

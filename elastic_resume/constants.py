@@ -32,7 +32,6 @@ ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two 
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
 ENV_TRANSFER_ADDR = "ELASTIC_RESUME_TRANSFER_ADDR"  # (user) address or interface for the state's transfer
 ENV_TOKEN = "ELASTIC_RESUME_TOKEN"  # noqa: S105 - (user) the secret that all nodes of a job share
-ENV_TORCHRUN = "ELASTIC_RESUME_TORCHRUN"  # (user) 0: the file of `install-torchrun` is PyTorch's torchrun
 ENV_QUIET = "ELASTIC_RESUME_QUIET"  # (user) 1: log warnings and errors only
 ENV_LOG_LEVEL = "ELASTIC_RESUME_LOG_LEVEL"  # (user) DEBUG, INFO, WARNING or ERROR
 ENV_FAILPOINTS = "ELASTIC_RESUME_FAILPOINTS"  # tests: see failpoints.py

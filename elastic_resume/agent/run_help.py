@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_resume import config, console
+from elastic_resume import config
 from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
 from elastic_resume.report.formatting import write_stdout
 
@@ -67,9 +67,7 @@ CHANGED_HELP = {
 }
 
 
-def program_name() -> str:
-    """Return the words by which ``run`` was started."""
-    return "torchrun" if console.is_torchrun() else "elastic-resume run"
+PROG = "elastic-resume run"
 
 
 class RunParser(config.Parser):
@@ -113,19 +111,18 @@ def add_help_all(parser: argparse.ArgumentParser) -> None:
 
 def format_help() -> str:
     """Return the help of one screen."""
-    prog = program_name()
     return "\n".join([
-        f"usage: {prog} {USAGE}",
+        f"usage: {PROG} {USAGE}",
         "",
         "elastic_resume runs a script as torchrun does, and continues after failures.",
-        f"  {prog} --nproc-per-node 8 train.py --epochs 90",
-        f"  {prog} --nnodes 2:4 --rdzv-endpoint node0,node1,node2 train.py",
+        f"  {PROG} --nproc-per-node 8 train.py --epochs 90",
+        f"  {PROG} --nnodes 2:4 --rdzv-endpoint node0,node1,node2 train.py",
         *(line for title, entries in GROUPS.items() for line in ("", f"{title}:", *_format_group(entries))),
         "",
         "TIME is seconds, or 500ms, 30s, 5m, 1.5h. A bare N of --save-every is steps.",
         "A setting of ours is a flag (--keep 5) or a variable (ELASTIC_RESUME_KEEP=5).",
         "A flag beats the variable. An argument of er.resume() (keep=5) beats both.",
-        f"Settings without a flag: {prog} --help-all",
+        f"Settings without a flag: {PROG} --help-all",
         "",
     ])  # fmt: skip
 

@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from elastic_resume import __version__, config, console, constants
+from elastic_resume import config, constants
 from elastic_resume.agent import options, run_help
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status_reporter import StatusReporter
@@ -76,6 +76,7 @@ from elastic_resume.units import to_printable
 logger = logging.getLogger(__name__)
 
 RENDEZVOUS_BACKEND = "elastic_resume"
+AGENT_BACKEND = "elastic_resume_agent"  # the former is the entry point's: see `torchrun_handler`
 # torchelastic's own variable: with 1 it does not exchange ranks through the store.
 ENV_WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
@@ -130,7 +131,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def get_backend(self) -> str:
         """See base class."""
-        return RENDEZVOUS_BACKEND
+        return AGENT_BACKEND
 
     @property
     def use_agent_store(self) -> bool:
@@ -452,7 +453,7 @@ def build_parser() -> run_help.RunParser:
         given_s = config.parse_count(ENV_SHUTDOWN_TIMEOUT, given, minimum=0)
         shutdown_timeout.default = shutdown_timeout.default or given_s
     parser = run_help.RunParser(
-        prog=run_help.program_name(),
+        prog=run_help.PROG,
         usage=f"%(prog)s {run_help.USAGE}",
         description="Run a training script on this node, as torchrun does, and continue after failures.",
         parents=[torchrun_parser],
@@ -469,15 +470,12 @@ def prepare_launch(
 ) -> Iterator[LaunchSpec]:
     """Check ``args`` and build a `LaunchSpec` from them, valid within the context.
 
-    Log the flags whose meaning differs from torchrun's, and before them that a ``torchrun`` is this one.
+    Log the flags whose meaning differs from torchrun's.
 
     Raises:
         ConfigError: a value is wrong, or the script does not exist.
 
     """
-    if console.is_torchrun():
-        variable = constants.ENV_TORCHRUN
-        logger.info("this torchrun is elastic_resume %s; with %s=0 it is PyTorch's.", __version__, variable)
     args = argparse.Namespace(**vars(args))
     options.check_script(args)
     args.rdzv_id = run_id
@@ -619,7 +617,7 @@ def run_workers(
             arguments=spec.arguments,
         )
 
-    rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, create_handler)
+    rendezvous_handler_registry.register(AGENT_BACKEND, create_handler)
     _filter_torchelastic_logs()
     for part in parts:
         part.start(session.client)
@@ -712,7 +710,7 @@ def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_n
             f"--rdzv-backend is {backend!r}, and nodes meet in elastic_resume's own rendezvous, which needs "
             "no server. Leave the flag out, and name some of the nodes with --rdzv-endpoint HOST,HOST,…."
         )
-    args.rdzv_backend = RENDEZVOUS_BACKEND
+    args.rdzv_backend = AGENT_BACKEND
     if args.node_rank < 0:
         raise ConfigError(f"--node-rank is {args.node_rank}: write a whole number, 0 or more.")
     args.node_rank = 0  # the agent has it; torchrun would warn that it has no use for another

@@ -1,21 +1,27 @@
-"""``torchrun`` by name: the file of ``install-torchrun``, with the command lines of torchrun's own tests.
+"""``torchrun --rdzv-backend elastic_resume``, with the command lines of torchrun's own tests.
 
-The shapes are those of test/distributed/launcher/test_run.py in PyTorch that start processes and need no GPU.
-`make test` runs one by PATH, `make soak` all. For the others an agent is forked that runs the same file as
-Python, which saves the import of torch.
+The shapes are those of test/distributed/launcher/test_run.py in PyTorch that start processes and need no GPU;
+without ``--standalone``, which replaces the backend. `make test` starts one as a user does, `make soak` all.
+For the others an agent is forked that runs the same file as Python, which saves the import of torch.
 """
 
 from __future__ import annotations
 
-import os
+import signal
+import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import get_args_parser
 
-from elastic_resume import cli, constants
+from elastic_resume import torchrun_handler
+from elastic_resume.errors import ConfigError
 from elastic_resume.testing.backends import find_free_port
-from tests.support.agents import Agents
+from tests.support.agents import Agents, wait_for
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 
 pytestmark = pytest.mark.cluster
@@ -32,6 +38,8 @@ for name in (
     assert os.environ[name]
 if "--fail" in sys.argv:
     raise RuntimeError("told to fail")
+if "--die" in sys.argv and os.environ["RANK"] + os.environ["ELASTIC_RESUME_GENERATION"] == "11":
+    os.kill(os.getpid(), 9)
 pathlib.Path("rank-" + os.environ["RANK"]).touch()
 """,
     "train.sh": "#!/bin/sh\necho creating rank-$RANK\ntouch rank-$RANK\n",
@@ -64,7 +72,7 @@ class Shape:
 
 TWO = "--nproc-per-node=2 --monitor-interval=1 --start-method=spawn"
 MASTER = f"--master-addr=localhost --master-port={PORT}"
-ELASTIC = f"--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=localhost:{PORT} --rdzv-id=17 {TWO}"
+ELASTIC = f"--nnodes=1:2 --rdzv-backend=elastic_resume --rdzv-endpoint=localhost:{PORT} --rdzv-id=17 {TWO}"
 PET = {
     "PET_NNODES": "1",
     "PET_NPROC_PER_NODE": "2",
@@ -85,7 +93,7 @@ SHAPES = {
     "failure": Shape(
         f"{ELASTIC} --max-restarts=0 --rdzv-conf=last_call_timeout=1 train.py --fail", ranks=0, exit_code=1
     ),
-    "standalone": Shape(f"--nnodes=1 --standalone {TWO} train.py"),
+    "killed worker": Shape(f"--nnodes=1 {TWO} train.py --die"),
     "run path": Shape("--run-path --logs_specs=default train.py", ranks=1),
     "two agents": Shape(f"{ELASTIC} --rdzv_conf=timeout=5,is_host=1 train.py", ranks=4, agents=2),
     "tcp": Shape(f"--nnodes=1 {TWO} {MASTER} init.py tcp://localhost:{PORT}"),
@@ -96,71 +104,85 @@ SHAPES = {
 }
 
 
-BY_PATH = "tcp"  # its workers are forked
+AS_USER = "tcp"  # its workers are forked
+TORCHRUN = Path(sysconfig.get_path("scripts"), "torchrun")
 
 
 @pytest.mark.parametrize(
     ("name", "by"),
     [
-        *((name, "PATH" if name == BY_PATH else "file") for name in SHAPES),
-        *(pytest.param(name, "PATH", marks=pytest.mark.soak) for name in SHAPES if name != BY_PATH),
+        *((name, "itself" if name == AS_USER else "fork") for name in SHAPES),
+        *(pytest.param(name, "itself", marks=pytest.mark.soak) for name in SHAPES if name != AS_USER),
     ],
 )
 def test_shapes_of_torchruns_own_tests(name: str, by: str, agents: Agents) -> None:
     """Each worker that should run has run, with every variable that torchrun sets."""
     shape = SHAPES[name]
-    install(agents, by)
+    agents.command = [str(TORCHRUN)] if by == "itself" else [sys.executable, str(TORCHRUN)]
     for file, text in FILES.items():
         agents.script(text, file)
     (agents.directory / "train.sh").chmod(0o755)
     # No shell: the quotes of --rdzv-conf stay, as in a YAML list of arguments.
     words = shape.line.replace(PORT, str(find_free_port("127.0.0.1"))).split()
-    env = {"OMP_NUM_THREADS": "1", "PATH": search_path(agents), **shape.variables}
+    env = {"OMP_NUM_THREADS": "1", "PET_RDZV_BACKEND": "elastic_resume", **shape.variables}
+    if "--rdzv-backend=elastic_resume" in words:
+        del env["PET_RDZV_BACKEND"]
     nodes = "ab"[: shape.agents]
     started = [agents.start(*words, node=node, warm="init.py" in words, **env) for node in nodes]
     assert [agent.wait(120) for agent in started] == [shape.exit_code] * shape.agents, agents.log()
     ranks = {path.name for path in agents.directory.glob("rank-*")}
     assert ranks == {f"rank-{rank}" for rank in range(shape.ranks)}
     for node in nodes:
-        assert "this torchrun is elastic_resume" in agents.log(node).partition("\n")[0]
+        assert f"elastic_resume[{node}] " in agents.log(node)
         assert shape.output in agents.log(node)
 
 
-def install(agents: Agents, by: str = "PATH") -> None:
-    """Install torchrun into a directory whose name has a space; agents start it by PATH or as a file."""
-    directory = agents.directory / "our bin"
-    assert cli.main(["install-torchrun", str(directory)]) == 0
-    agents.command = ["torchrun"] if by == "PATH" else [sys.executable, str(directory / "torchrun")]
+def test_signal_ends_the_job_as_under_our_command(agents: Agents) -> None:
+    """The process that was torchrun is the agent; nothing of the former's handlers is left."""
+    agents.command = [sys.executable, str(TORCHRUN)]
+    agents.script("import pathlib, time; pathlib.Path('runs').touch(); time.sleep(600)")
+    agent = agents.start("--rdzv-backend=elastic_resume", "train.py", ELASTIC_RESUME_LOG_LEVEL="DEBUG")
+    agents.wait_for_workers()
+    wait_for((agents.directory / "runs").exists, "the script")
+    agent.send_signal(signal.SIGINT)
+    assert agent.wait(60) == 130, agents.log()
 
 
-def search_path(agents: Agents) -> str:
-    """Return a PATH on which our torchrun is first."""
-    return f"{agents.directory / 'our bin'}{os.pathsep}{os.environ['PATH']}"
-
-
-def test_torchrun_on_path_names_itself_in_version_help_and_errors(
-    agents: Agents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A person who typed torchrun learns what runs."""
-    install(agents)
-    monkeypatch.setenv("PATH", search_path(agents))
-    assert [agents.start(word).wait(60) for word in ("--version", "--help")] == [0, 0]
-    install(agents, "file")
-    assert agents.start("--hepl", "train.py").wait(60) == 2
-    version, *lines = agents.log().splitlines()
-    assert version.startswith("elastic-resume ")
-    assert lines[0].startswith("usage: torchrun [flags] SCRIPT")
-    assert lines[-1].startswith("torchrun (elastic-resume): error: unknown flag --hepl.")
-    assert lines[-1].endswith("(see torchrun --help)")
-    assert "elastic-resume run" not in agents.log()
-
-
-def test_variable_turns_torchrun_into_pytorchs(agents: Agents) -> None:
-    """Which writes nothing below ./checkpoints."""
-    install(agents, "file")
-    agents.script("import os; print('rank', os.environ['RANK'])")
-    code, log = agents.run("train.py", **{constants.ENV_TORCHRUN: "0"})
+def test_accelerate_launch_hands_its_job_over(agents: Agents) -> None:
+    """It calls torchrun's function with arguments of its own."""
+    agents.command = [sys.executable, str(TORCHRUN.with_name("accelerate")), "launch", "--multi_gpu"]
+    for file, text in FILES.items():
+        agents.script(text, file)
+    line = "--rdzv_backend elastic_resume --num_processes 2 --num_machines 1 --mixed_precision no train.py"
+    code, log = agents.run(*line.split(), OMP_NUM_THREADS="1")
     assert code == 0, log
-    assert "rank 0" in log
-    assert "elastic_resume" not in log
-    assert not (agents.directory / "checkpoints").exists()
+    assert "elastic_resume[a] " in log
+    assert {path.name for path in agents.directory.glob("rank-*")} == {"rank-0", "rank-1"}
+
+
+@pytest.mark.parametrize("line", [shape.line for shape in SHAPES.values()])
+def test_flags_are_handed_over_as_they_are(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parsers read the same."""
+    monkeypatch.setenv("PET_RDZV_BACKEND", "elastic_resume")
+    words = line.replace(PORT, "29501").split() or ["train.py"]
+    expected = get_args_parser().parse_args(words)
+    given = get_args_parser().parse_args(words)
+    given.master_port = given.master_port or 29500  # as torchrun's `run` does
+    assert get_args_parser().parse_args(torchrun_handler.list_words(given, words)) == expected
+
+
+def test_another_launcher_is_refused() -> None:
+    """Such as Ray's, which calls torch.distributed.launcher with a configuration of its own."""
+    config = LaunchConfig(1, 1, 1, run_id="x", rdzv_backend="elastic_resume", rdzv_endpoint="localhost:0")
+    with pytest.raises(ConfigError, match="this launcher calls torch"):
+        elastic_launch(config, sys.executable)("train.py")
+
+
+def test_entry_point_imports_nothing() -> None:
+    """Torch loads it in each process that imports its rendezvous."""
+    code = "import sys, elastic_resume.torchrun_handler as h; h.get_handler(); print(*sys.modules)"
+    modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert {name for name in modules if name.startswith(("torch", "elastic_resume."))} == {
+        "elastic_resume.errors",
+        "elastic_resume.torchrun_handler",
+    }

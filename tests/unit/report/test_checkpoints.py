@@ -219,7 +219,7 @@ def test_commands_name_directory_without_permission(root: Path, elsewhere: Path,
     code = (
         "import os\n"
         "from elastic_resume.cli import main\n"
-        "from elastic_resume.commands import doctor, install_torchrun, job_status, run_directory\n"
+        "from elastic_resume.commands import doctor, job_status, run_directory\n"
         "os.setgid(65534); os.setuid(65534)\n"
         f"for command in {commands!r}: assert main(command) == 1\n"
     )
