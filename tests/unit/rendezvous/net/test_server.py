@@ -329,7 +329,7 @@ def test_lookup_that_fails_after_cancellation_logs_nothing(
         await asyncio.sleep(0)  # the lookup starts
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        (under_way,) = connection._pending_lookups.values()
+        under_way = connection._pending_lookups[asyncio.get_running_loop(), "nobody.test"]
         released.set()
         await asyncio.wait([under_way])
 
