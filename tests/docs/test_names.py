@@ -29,7 +29,7 @@ FOREIGN = {
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
     "--cpus-per-task", "--dry-run", "--epochs", "--export", "--filename", "--follow", "--from-literal",
     "--full", "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
-    "--kustomize", "--main-process-ip", "--newest", "--no-kill", "--no-requeue", "--nodelist",
+    "--kustomize", "--multi-gpu", "--newest", "--no-kill", "--no-requeue", "--nodelist",
     "--ntasks-per-node", "--num-machines", "--num-processes", "--nv", "--oldest", "--only", "--open-mode",
     "--output", "--patch", "--prefix", "--print-completion", "--privileged", "--pwd", "--requeue",
     "--secret", "--selector", "--setup", "--signal", "--step-delay", "--time", "--trainer", "--wait",

@@ -37,6 +37,7 @@ LAYERS = """
     agent
     testing
     cli
+    torchrun_handler
 """
 LEVEL = {part: level for level, line in enumerate(LAYERS.split("\n")) for part in line.split()}
 WORKER_PACKAGES = {"state", "data", "ranks", "proof", "restore", "capture", "training", "integrations"}
@@ -46,6 +47,7 @@ MAY_IMPORT_TORCH = (
     "agent/workers/forkserver.py",
     "mechanisms/slow_ranks/own_time.py",
     "mechanisms/mechanism.py",  # for types only
+    "torchrun_handler.py",
 )
 PURE = re.compile(r"policy/|rendezvous/core/|rendezvous/facts|mechanisms/\w+/judge")
 IMPURE = frozenset(
