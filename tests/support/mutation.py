@@ -5,8 +5,8 @@ after a colon takes the mutants of one line. A mutant wraps one expression in a 
 longer counts: a condition, an operand of and/or, a comparison, a call such as fsync or close, a flag.
 
 pytest collects once, in a copy of the tree. Each mutant is a fork of it: new code replaces that of the
-functions that exist, and the file changes too, for the processes that tests start. The fastest tests that run
-its block of statements run first. A test that takes much longer has failed.
+functions that exist, and the file changes too, for the processes that tests start. All tests that run its
+block of statements run, the fastest first, until one fails. A test that takes much longer has failed.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def _list_edits(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
 class MutationRun:
     """The pytest plugin that runs mutants in place of the tests."""
 
-    def __init__(self, mutants: list[Mutant], directory: Path, budget_s: float) -> None:
-        self.mutants, self.directory, self.budget_s = mutants, directory, budget_s
+    def __init__(self, mutants: list[Mutant], directory: Path) -> None:
+        self.mutants, self.directory = mutants, directory
         self.counts: Counter[str] = Counter()
         self._functions: dict[str, list[FunctionType]] = defaultdict(list)
         """The functions of each file."""
@@ -216,12 +216,8 @@ class MutationRun:
         return True
 
     def _judge(self, mutant: Mutant, session: pytest.Session) -> str:
-        """Run the fastest tests of a mutant; return a column of the table."""
-        items: list[pytest.Item] = []
-        left_s = self.budget_s
-        for item in sorted(self._covering[mutant.block], key=self._seconds.__getitem__):
-            left_s -= self._seconds[item]
-            items += [item] if left_s > 0 or not items else []
+        """Run the tests of a mutant; return a column of the table."""
+        items = sorted(self._covering[mutant.block], key=self._seconds.__getitem__)
         if items and self._is_killed(mutant, session, items):
             return "killed"
         if (mutant.block[0], mutant.what) in ACCEPTED:
@@ -339,7 +335,7 @@ def _detach(log: Path) -> None:
 # ---- command ---------------------------------------------------------------------------------------------
 
 
-def run_in_copy(modules: list[str], directory: Path, budget_s: float) -> int:
+def run_in_copy(modules: list[str], directory: Path) -> int:
     """Run the mutants of ``modules``; print survivors and a table; return how many are not accepted."""
     mutants: list[Mutant] = []
     for module in modules:
@@ -348,7 +344,7 @@ def run_in_copy(modules: list[str], directory: Path, budget_s: float) -> int:
             mutants += [mutant for mutant in find_mutants(file) if line in {"", str(mutant.line)}]
     paths = sorted({mutant.block[0] for mutant in mutants})
     names = [name for path in paths for key in TESTS if path.startswith(key) for name in TESTS[key].split()]
-    run = MutationRun(mutants, directory, budget_s)
+    run = MutationRun(mutants, directory)
     options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={directory / 'tests'}"]
     status = pytest.main([*options, *(f"tests/unit/{name}" for name in sorted(set(names)))], plugins=[run])
     if status:
@@ -367,11 +363,10 @@ def main() -> int:
     """Copy the tree, and run there; return 1 if a mutant survives."""
     parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
     parser.add_argument("modules", nargs="+")
-    parser.add_argument("--budget", type=float, default=6.0, metavar="S", help="tests of a mutant, together")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.directory:
-        return min(1, run_in_copy(options.modules, options.directory, options.budget))
+        return min(1, run_in_copy(options.modules, options.directory))
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         tree = Path(directory, "tree")
