@@ -17,7 +17,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,11 @@ from typing import Any, NoReturn
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
+from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
+from elastic_resume.option import Option
 from elastic_resume.policy import proof
 from elastic_resume.policy.checkpoint_interval import AUTO, IntervalSetting
-from elastic_resume.schedulers import environment, preemption
+from elastic_resume.schedulers import environment
 from elastic_resume.units import parse_duration, parse_size
 
 MIN_KEEP = 2
@@ -200,47 +202,6 @@ def parse_drain_signals(setting: str, value: object) -> list[str]:
 # ---- the table -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Option:
-    """One setting: its name, its variable, and perhaps its flag.
-
-    Attributes:
-        name: its name, and the flag after its dashes; with underscores, the field of `Settings` or of the
-            parsed arguments, and the argument of `er.resume()`.
-        metavar: the accepted forms; None for a switch.
-        help: one line for ``--help``; empty if users are not to set it, or torchrun's flag sets it.
-        parse: gets the source and the given value.
-        default: text for ``parse`` if nothing is given; None: the value is then None.
-        has_flag: whether ``run`` has a flag for it.
-        details: more help, for ``--help-all``.
-        default_help: the default in words, where ``default`` is None.
-    """
-
-    name: str
-    metavar: str | None
-    help: str
-    parse: Callable[[str, Any], Any]
-    default: Any = None
-    has_flag: bool = False
-    details: str = ""
-    default_help: str = ""
-
-    @property
-    def field(self) -> str:
-        """The name of the setting's field or of the flag's destination."""
-        return self.name.replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        """The environment variable."""
-        return constants.ENV_PREFIX + self.field.upper()
-
-    @property
-    def default_text(self) -> str:
-        """The default as users would write it, or in words."""
-        return self.default_help if self.default is None else str(self.default)
-
-
 _RESUME_HINT = (
     " To begin with a checkpoint, load it into the model and the optimizer before er.resume(): a first start "
     "takes rank 0's values."
@@ -395,13 +356,7 @@ OPTIONS = (
         parse_switch,
         "false",
     ),
-    Option(
-        "preemption-notice",
-        "aws|gcp|azure|file:PATH",
-        "drain this node when this source announces its preemption",
-        preemption.parse_source,
-        "off",
-    ),
+    *MECHANISM_OPTIONS,
     Option(
         "transfer-addr",
         "ADDRESS|INTERFACE",

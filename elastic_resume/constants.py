@@ -29,7 +29,6 @@ ENV_SNAPSHOT_EVERY = "ELASTIC_RESUME_SNAPSHOT_EVERY"  # (user) N, TIME, auto or 
 ENV_SNAPSHOT_MEMORY = "ELASTIC_RESUME_SNAPSHOT_MEMORY"  # (user) auto, off or a size: 4GB, 512MiB, 1.5G
 ENV_CHECK_REPLICAS = "ELASTIC_RESUME_CHECK_REPLICAS"  # (user) N, auto or off
 ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two `step` events of a rank
-ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
 ENV_TRANSFER_ADDR = "ELASTIC_RESUME_TRANSFER_ADDR"  # (user) address or interface for the state's transfer
 ENV_TOKEN = "ELASTIC_RESUME_TOKEN"  # noqa: S105 - (user) the secret that all nodes of a job share
 ENV_QUIET = "ELASTIC_RESUME_QUIET"  # (user) 1: log warnings and errors only

@@ -26,8 +26,6 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
                                      (or null), signal (name or null), stopped (the agent had requested
                                      the end), message (from torch's @record), lease_expired, stuck (it could
                                      not be killed), not_parked (killed since it did not park in time)
-    gpu-fault             agent      local_rank (null: unknown), uuid, index (of NVML, or null), xid (null:
-                                     only an action), recovery_action (of the driver, or "")
     hang                  agent      generation, step, suspects [{rank, local_rank, worker_pid, reason}],
                                      victims [rank], waiting {rank: reason}, waits_for_other_node (all ranks
                                      here do), kill_delay_s (0: killed at once; else another node may
@@ -35,9 +33,8 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
                                      steps {rank: step}, report (a path)
     hang-ended            agent      generation, step; the stalled ranks continued before their kill
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
-    drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),
+    drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a mechanism's),
                                      others_continue
-    preemption-notice     agent      source, reason, deadline (seconds since the epoch, or null)
     verdict               agent      generation (that ended), next_generation (null: this node takes part in
                                      none), reason (why the leader ended the view, or null), joined [node],
                                      lost [node], root_causes, secondary_failures [failures], decision

@@ -23,7 +23,6 @@ from typing import NamedTuple
 from elastic_resume import config, console, constants, linux, machine
 from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
-from elastic_resume.agent.gpu_monitor import GpuMonitor
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
@@ -161,7 +160,6 @@ class _Agent:
         emit = self.event_log.emit
         with self.shutdown_controller.handle_signals():
             with (
-                contextlib.closing(GpuMonitor(emit, self.spec.config.nproc_per_node)) as gpu_monitor,
                 serve_snapshots(self.node_dir.path, self.settings, emit) as snapshots,
                 self._start_fork_server() as fork_server,
                 detect_hangs(
@@ -175,13 +173,8 @@ class _Agent:
                 shutdown.watch_stop_signals(
                     self.controller.revoke_grace, pause_hang_detector, self.shutdown_controller.on_signal
                 ),
-                shutdown.watch_preemption_notices(
-                    self.args.preemption_notice, emit=emit, drain=self.shutdown_controller.drain_node
-                ),
             ):
-                gpu_monitor.start()
                 committer = snapshots.committer
-                self.controller.find_gpu_faults = gpu_monitor.find_faults
                 self.controller.on_workers_dead = committer.commit_newest
                 self.shutdown_controller.last_commit_s = lambda: committer.last_commit_s
                 outcome = self._run_job(snapshots, fork_server)
@@ -264,11 +257,10 @@ class _Agent:
             spec.rendezvous_config.settings.node_timeout_s,
             self.event_log.emit,
             self.controller.has_resumed,
+            self.shutdown_controller.request_drain,
+            vars(self.args),
         )
-        parts = make_agent_parts(context)
-        self.controller.find_more_failures = lambda: tuple(
-            failure for part in parts for failure in part.find_failures()
-        )
+        self.controller.parts = parts = make_agent_parts(context)
         try:
             with torchelastic.open_rendezvous(
                 spec.rendezvous_config,
@@ -285,7 +277,7 @@ class _Agent:
                 self._serve_metrics(client.address)
                 snapshots.start_replica_comparison(client)
                 try:
-                    torchelastic.run_workers(spec, self.controller, session, parts)
+                    torchelastic.run_workers(spec, self.controller, session)
                 except torchelastic.StoppedError as stop:
                     self.shutdown_controller.begin_shutdown(stop.signal)
                     stop.cause = self.shutdown_controller.drain_cause()

@@ -16,10 +16,11 @@ How workers ended is read from memory (`FailureEvents`), so a full or failing di
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +30,10 @@ from elastic_resume.agent.restart_log import RestartLog
 from elastic_resume.agent.status_reporter import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
+from elastic_resume.mechanisms.mechanism import AgentPart
 from elastic_resume.mechanisms.standbys.start_cost import StartCost, find_start_cost
 from elastic_resume.policy import checkpoint_interval, failure_classification, restart
 from elastic_resume.policy.failure_classification import Failure, FailureVerdict, separate_root_causes
-from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.restart import Continue, Exclude, GaveUp, GenerationResult, GiveUp
 from elastic_resume.policy.wording import describe, format_node_names
@@ -57,8 +58,7 @@ class RestartController:
         memory_monitor: MemoryMonitor | None = None,
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a generation's workers ended
-        self.find_more_failures: Callable[[], tuple[Failure, ...]] = tuple  # of the mechanisms
-        self.find_gpu_faults: Callable[[], Sequence[GpuFault]] = tuple  # of this node's GPUs
+        self.parts: Collection[AgentPart] = ()  # of the mechanisms
         self.is_spare = False  # a view runs without this node
         self.job_failure: GaveUp | None = None  # why this node ends the job for all nodes
         self.log = RestartLog(node, evidence)
@@ -150,9 +150,7 @@ class RestartController:
         self._history = (*self._history, result)
         self._view_end, self._last_verdict = view_end, result.verdict
         root_cause = result.verdict.root_cause
-        decision: restart.RestartDecision = restart.decide_own_exclusion(
-            self._node, result.failures, self.find_gpu_faults()
-        )
+        decision: restart.RestartDecision = self._decide_own_exclusion(result.failures)
         self._own_failures += view_end is None and result.failed
         if isinstance(decision, Continue) and root_cause is not None and root_cause.is_deterministic:
             decision = restart.decide_restart(self._history, self._limits)
@@ -186,7 +184,7 @@ class RestartController:
         else:
             self._judge_generation(former, view, membership_changed=membership_changed)
         # Nothing has asked before the first start, so that this node joins without waiting for a driver.
-        self._carry_out(restart.decide_own_exclusion(self._node, (), self.find_gpu_faults()))
+        self._carry_out(self._decide_own_exclusion())
         self._log_offset = file_size(self._events_path)
         self._evidence.clear()
         if self._memory_monitor is not None:
@@ -252,6 +250,10 @@ class RestartController:
             secondary_failures=to_json(verdict.secondary_failures),
             decision=to_json(decision),
         )
+
+    def _decide_own_exclusion(self, failures: tuple[Failure, ...] = ()) -> Continue | Exclude:
+        faults = (fault for part in self.parts for fault in part.find_faults())
+        return restart.decide_own_exclusion(self._node, itertools.chain(failures, faults))
 
     def _leaves(self, decision: restart.RestartDecision) -> bool:
         return isinstance(decision, Exclude) and decision.node == self._node
@@ -334,7 +336,8 @@ class RestartController:
             num_nodes=len(self._view.members) if self._view else 1,
             memory_pressure=monitor.read_pressure() if monitor is not None else None,
         )
-        result = replace(result, failures=(*self.find_more_failures(), *result.failures))
+        found = (failure for part in self.parts for failure in part.find_failures())
+        result = replace(result, failures=(*found, *result.failures))
         failed = (failed or bool(result.failures)) and not restart.is_way_back(result.failures)
         return replace(result, failed=failed)
 

@@ -1,10 +1,10 @@
 """Drain a node that is about to be stopped, and decide with which exit code its agent ends.
 
-Three causes start a drain: a signal, a preemption notice, and a time limit of Slurm that is near. The effect
-is always the same: workers end at a step boundary, the newest step is committed, the node leaves::
+Three causes start a drain: a signal, a mechanism, and a time limit of Slurm that is near. The effect is
+always the same: workers end at a step boundary, the newest step is committed, the node leaves::
 
     signal --------------------------> torchelastic's handler --> StoppedError --> begin_shutdown
-    preemption notice, time limit ---> drain request --> we send ourselves a drain signal --^
+    mechanism, time limit -----------> drain request --> we send ourselves a drain signal --^
     signal before a handler is set --> pending --> sent again once there is a handler ------^
 
 The first cause decides the exit code (`policy.restart`). Nothing here waits for another node.
@@ -20,7 +20,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from elastic_resume.agent.workers.supervisor import read_drain_signals, read_grace_s
 from elastic_resume.background import BackgroundThread
@@ -29,7 +28,6 @@ from elastic_resume.policy import restart
 from elastic_resume.policy.restart import AgentEnd
 from elastic_resume.schedulers import slurm
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.schedulers.preemption import NoticeQueryError, NoticeSource
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +36,7 @@ POLL_INTERVAL_S = 0.25
 END_TIME_QUERY_INTERVAL_S = 300.0
 END_TIME_RECHECK_S = 10.0
 MAX_QUERY_DELAY_S = 20.0
-NOTICE_CLOSE_TIMEOUT_S = 0.5
 DEADLINE = "deadline"
-PREEMPTION_NOTICE = "a preemption notice"
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
@@ -67,11 +63,8 @@ class ShutdownController:
 
     # ---- causes ----------------------------------------------------------------------------------------
 
-    def drain_node(self) -> None:
-        """Drain this node alone, after a preemption notice. Safe in any thread."""
-        self._request_drain(PREEMPTION_NOTICE, node_only=True)
-
-    def _request_drain(self, cause: str, *, node_only: bool) -> None:
+    def request_drain(self, cause: str, *, node_only: bool = True) -> None:
+        """Drain this node; without ``node_only`` the cause holds for the whole job. Safe in any thread."""
         with self._lock:
             if not self._drain_request and self._first_signal is None:
                 self._drain_request, self._node_only = cause, node_only
@@ -123,7 +116,7 @@ class ShutdownController:
             remaining_s = self._remaining_s()
         if remaining_s <= 0:
             logger.info("the time limit is near: this node drains.")
-            self._request_drain(DEADLINE, node_only=False)
+            self.request_drain(DEADLINE, node_only=False)
         return min(POLL_INTERVAL_S, max(0.01, remaining_s))
 
     def _remaining_s(self) -> float:
@@ -237,48 +230,3 @@ def watch_stop_signals(
         signal.set_wakeup_fd(previous)
         os.close(write_end)
         thread.join()
-
-
-@contextlib.contextmanager
-def watch_preemption_notices(
-    source: NoticeSource | None, *, emit: Callable[..., Any], drain: Callable[[], None]
-) -> Iterator[None]:
-    """Poll the source of preemption notices, if there is one, in a thread within the context.
-
-    A notice emits an event and calls ``drain``; then polling ends. A query that fails is logged once and
-    repeated.
-    """
-    if source is None:
-        yield
-        return
-    has_failed = False
-
-    def poll() -> float | None:
-        notice = source.poll()
-        if notice is None:
-            return source.poll_interval_s
-        emit("preemption-notice", source=source.name, reason=notice.reason, deadline=notice.deadline)
-        when = "" if notice.deadline is None else f", in {notice.deadline - time.time():.0f} s"
-        logger.info(
-            "preemption notice (%s): %s%s: this node commits its newest step and leaves.",
-            source.name,
-            notice.reason,
-            when,
-        )
-        drain()
-        return None
-
-    def log_error(error: Exception) -> None:
-        nonlocal has_failed
-        if not has_failed:
-            has_failed = True
-            reason = str(error) if isinstance(error, NoticeQueryError) else repr(error)
-            text = "preemption-notice %s: %s. It is polled again; further errors are not logged."
-            logger.warning(text, source.name, reason)
-
-    thread = BackgroundThread("notice", poll, retry_s=source.poll_interval_s, on_error=log_error)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.close(NOTICE_CLOSE_TIMEOUT_S)  # a poll in progress may take longer

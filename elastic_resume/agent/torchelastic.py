@@ -19,7 +19,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -55,7 +55,6 @@ from elastic_resume.errors import (
     NodeExcludedError,
     RendezvousLostError,
 )
-from elastic_resume.mechanisms.mechanism import AgentPart
 from elastic_resume.mechanisms.registry import TOPICS
 from elastic_resume.mechanisms.standbys.start_cost import read_start_cost, send_start_cost
 from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd
@@ -103,7 +102,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self,
         client: RendezvousClient,
         controller: RestartController,
-        parts: Collection[AgentPart],
         standby: StandbyWorkers,
         *,
         host: str,
@@ -115,11 +113,10 @@ class ElasticRendezvousHandler(RendezvousHandler):
     ) -> None:
         """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order.
 
-        ``store_port``, ``script`` and ``arguments`` are those of `LaunchSpec`, ``parts`` of the mechanisms.
+        ``store_port``, ``script`` and ``arguments`` are those of `LaunchSpec`.
         """
         self._client = client
         self._controller = controller
-        self._parts = parts
         self._standby = standby
         self._host, self._store_port = host, store_port
         self._local_world_size = local_world_size
@@ -152,7 +149,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         while self._client.restart_requested:
             # The view has ended before its workers start. Another node may have left because of its failures.
             world = self._join_view()
-        for part in self._parts:
+        for part in self._controller.parts:
             part.begin_generation(world)
         # torchelastic passes its environment on to workers.
         os.environ[constants.ENV_GENERATION] = str(world.generation)
@@ -205,7 +202,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """Report to the leader how a worker of this node failed, if one did, before any decision."""
         summary = self._controller.report_generation()
         if summary.failure is not None:
-            for part in self._parts:
+            for part in self._controller.parts:
                 part.handle_failure(summary.failure)
             summary = self._controller.report_generation()
         if summary.failure is not None:
@@ -583,9 +580,8 @@ def run_workers(
     spec: LaunchSpec,
     controller: RestartController,
     session: RendezvousSession,
-    parts: Collection[AgentPart],
 ) -> None:
-    """Run the job on this node until it is done; ``parts`` are those of the mechanisms.
+    """Run the job on this node until it is done.
 
     Raises:
         ConfigError: the other nodes reject this node's settings.
@@ -607,7 +603,6 @@ def run_workers(
         return ElasticRendezvousHandler(
             session.client,
             controller,
-            parts,
             standby,
             host=session.host,
             store_port=spec.store_port,
@@ -619,7 +614,7 @@ def run_workers(
 
     rendezvous_handler_registry.register(AGENT_BACKEND, create_handler)
     _filter_torchelastic_logs()
-    for part in parts:
+    for part in controller.parts:
         part.start(session.client)
     try:
         launch_agent(config, spec.entrypoint, spec.args)
@@ -636,7 +631,7 @@ def run_workers(
         raise JobFailedError(describe(job_failure), reason=job_failure) from error
     finally:
         standby.close()
-        for part in parts:
+        for part in controller.parts:
             part.close()
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -8,12 +8,13 @@ elastic_resume knows it by its entry in `mechanisms.registry` alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from elastic_resume.events import Event
+from elastic_resume.option import Option
 from elastic_resume.rendezvous.facts import FactBody, Topic
 from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_json_value, to_json_value
 
@@ -72,6 +73,10 @@ class AgentContext(NamedTuple):
     """It takes an event's kind and fields."""
     has_resumed: Callable[[], bool]
     """Return whether a worker of this generation has come out of `er.resume`."""
+    drain: Callable[[str], None]
+    """Drain this node alone; it takes the cause. Safe in any thread."""
+    settings: Mapping[str, Any]
+    """The parsed value of each `Option` by its field."""
     word: int | None = None
     """With a step observer: the place of its word in `ProgressRecord.measurements`."""
 
@@ -96,6 +101,10 @@ class AgentPart:
 
     def find_failures(self) -> tuple[Failure, ...]:
         """Return failures of this node in its generation that no worker has reported."""
+        return ()
+
+    def find_faults(self) -> tuple[Failure, ...]:
+        """Return faults of this machine; it is asked before each start of workers."""
         return ()
 
     def close(self) -> None:
@@ -142,6 +151,7 @@ class Mechanism:
     alerts: tuple[AlertKind, ...] = ()
     status: StatusMember | None = None
     gauge: Gauge | None = None
+    options: tuple[Option, ...] = ()
 
 
 def encode_body(value: Any) -> FactBody:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from elastic_resume.mechanisms.gpu_health import GPU_HEALTH
 from elastic_resume.mechanisms.mechanism import (
     AgentContext,
     AgentPart,
@@ -13,12 +14,15 @@ from elastic_resume.mechanisms.mechanism import (
     StepObserver,
     StepObservers,
 )
+from elastic_resume.mechanisms.preemption import PREEMPTION
 from elastic_resume.mechanisms.replicas import REPLICAS
 from elastic_resume.mechanisms.slow_ranks import SLOW_RANKS
 from elastic_resume.mechanisms.standbys import STANDBYS
 from elastic_resume.mechanisms.unreachable_peers import UNREACHABLE_PEERS
 
 MECHANISMS: tuple[Mechanism, ...] = (
+    GPU_HEALTH,
+    PREEMPTION,
     REPLICAS,
     SLOW_RANKS,
     STANDBYS,
@@ -26,6 +30,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
 )
 TOPICS = tuple(mechanism.topic for mechanism in MECHANISMS if mechanism.topic)
 ALERTS = tuple(alert for mechanism in MECHANISMS for alert in mechanism.alerts)
+MECHANISM_OPTIONS = tuple(option for mechanism in MECHANISMS for option in mechanism.options)
 STATUS_MEMBERS = tuple(mechanism.status for mechanism in MECHANISMS if mechanism.status)
 _OBSERVER_MAKERS = tuple(mechanism.make_observer for mechanism in MECHANISMS if mechanism.make_observer)
 

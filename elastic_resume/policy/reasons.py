@@ -53,7 +53,7 @@ class Departure(Enum):
 class Signalled:
     """A signal asked the agent to end, as before the end of its machine or job.
 
-    ``cause``: why the agent has sent itself the signal: deadline, or a preemption notice; else empty.
+    ``cause``: why the agent has sent itself the signal: deadline, or what a mechanism names; else empty.
     """
 
     signal: str

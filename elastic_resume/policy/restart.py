@@ -287,20 +287,13 @@ def is_way_back(failures: Sequence[Failure]) -> bool:
     return root is not None and root.kind == failure_classification.NOT_PROVED and not root.is_deterministic
 
 
-def decide_own_exclusion(
-    node: str, failures: Iterable[Failure], gpu_faults: Iterable[GpuFault]
-) -> Continue | Exclude:
-    """Decide whether ``node`` can start workers at all, by what its agent alone knows.
-
-    ``failures`` are those of its workers; ``gpu_faults`` are those that the driver reports.
-    """
+def decide_own_exclusion(node: str, failures: Iterable[Failure]) -> Continue | Exclude:
+    """Decide whether ``node`` can start workers at all, by the failures that its agent alone knows."""
     for failure in failures:
         if failure.kind == failure_classification.STUCK:
             return Exclude(node, WorkerStuck(failure))
         if isinstance(failure.cause, GpuFault) and failure.cause.is_reported:
             return Exclude(node, GpuBroken(failure))
-    for fault in gpu_faults:
-        return Exclude(node, GpuBroken(Failure(failure_classification.GPU, node, None, fault)))
     return Continue()
 
 

@@ -1,4 +1,4 @@
-"""Find problems that ended no generation, such as disk errors, hangs and preemption notices.
+"""Find problems that ended no generation, such as disk errors and hangs.
 
 Each kind of event has one sentence. The same problem of the same node becomes one alert with a count,
 from the first time to the last. An alert for failing commits is resolved by the node's next checkpoint.
@@ -153,13 +153,6 @@ def _describe_drain(event: ParsedEvent) -> str:
     return f"{_first_text(event, 'cause')}: this node saves a checkpoint and leaves{others}"
 
 
-def _describe_notice(event: ParsedEvent) -> str:
-    reason = event.get_text("reason")
-    return f"{_first_text(event, 'source')} announced the preemption of this node" + (
-        f": {reason}" if reason else ""
-    )
-
-
 def _describe_hang(event: ParsedEvent) -> str:
     suspects_text = "; ".join(
         f"rank {suspect.get('rank')} {_describe_stall(suspect.get('reason'))}"
@@ -220,7 +213,6 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
     "worker-exit": (BAD, _describe_stuck_worker),
     "hang-ended": (NOTE, lambda event: f"the hang after step {event.step} ended without a restart"),
     "drain": (NOTE, _describe_drain),
-    "preemption-notice": (NOTE, _describe_notice),
     "fork-server-ready": (NOTE, _describe_preload),
     "fork-server-exit": (NOTE, _describe_fork_server_exit),
     **{

@@ -1,1 +1,1 @@
-"""Read settings, limits and preemption notices from Slurm, Kubernetes and clouds."""
+"""Read settings and limits from Slurm, Kubernetes and others."""

@@ -151,7 +151,7 @@ def parse_command(words: Sequence[str]) -> Experiment:
 
 def _read_passed_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the user's settings for the agents, without those that chaos decides itself."""
-    decided = {*AGENT_SETTINGS, "preemption_notice", "step_mark_s"}
+    decided = {*AGENT_SETTINGS, "step_mark_s"}
     names = [option.variable for option in OPTIONS if option.field not in decided]
     return {name: environ[name] for name in names if name in environ}
 

@@ -276,12 +276,11 @@ class Cluster:
             *flags,
             *self._script,
         ]
-        of_node = {
-            constants.ENV_PREEMPTION_NOTICE: f"file:{self._preemption_notice_path(index)}",
-            constants.ENV_NODE_NAME: node.name,  # failpoints of the agent are chosen by it
-        }
+        # Failpoints of the agent are chosen by its name.
+        of_node = {constants.ENV_NODE_NAME: node.name, **self.env}
+        of_node["ELASTIC_RESUME_PREEMPTION_NOTICE"] = f"file:{self._preemption_notice_path(index)}"
         with open(node.log, "ab") as log:
-            environ = {**of_node, **self.env, **(env or {})}
+            environ = {**of_node, **(env or {})}
             node.agent = self._backend.start(index, command, environ, log, fresh=self._start_fresh)
         node.killed = node.exit_collected = False
 

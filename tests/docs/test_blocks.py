@@ -62,7 +62,7 @@ NOT_RUN = (
     (r"\$MASTER_ADDR|\$LWS_", "sh", "needs the pods of another controller"),
     ("sky (jobs|volumes) ", "sh", "needs SkyPilot"),
     ("ssh |systemctl ", "sh", "needs another machine"),
-    ("preemption-notice|PREEMPTION_NOTICE", "sh", "asks a cloud; unit/schedulers/test_preemption.py"),
+    ("preemption-notice|PREEMPTION_NOTICE", "sh", "asks a cloud; unit/mechanisms/preemption"),
     ("elastic-resume chaos", "sh", "integration/test_chaos.py runs it, for a minute"),
     ("elastic-resume rehearse", "sh", "integration/test_rehearsal.py runs it, for a minute"),
     ("elastic-resume status", "sh", "runs until it is interrupted; integration/test_status.py"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from elastic_resume import gpus
-from elastic_resume.agent.gpu_monitor import GpuMonitor
+from elastic_resume.mechanisms.gpu_health.monitor import GpuMonitor
+from tests.support.agent_parts import make_agent_context
 
 pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -27,9 +29,10 @@ def test_healthy_gpus_have_no_faults() -> None:
     """The driver accepts the registration for Xids, and answers within the time that a start may wait."""
     assert gpus.list_gpus(limit_s=gpus.START_LIMIT_S)
     found: queue.Queue[str] = queue.Queue()
-    monitor = GpuMonitor(lambda kind, **_: found.put(kind), torch.cuda.device_count())
-    monitor.start()
-    assert monitor.find_faults() == []
+    workers = torch.cuda.device_count()
+    monitor = GpuMonitor(make_agent_context(workers=workers, emit=lambda kind, **_: found.put(kind)))
+    monitor.start(Mock(node="n0"))
+    assert monitor.find_faults() == ()
     assert next(gpus.watch_xids(gpus.list_gpus(limit_s=MAX_CHECK_S) or (), 0.01), "ended") is None
     monitor.close()
     assert found.empty()

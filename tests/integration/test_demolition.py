@@ -40,7 +40,11 @@ with Cluster(Path("job"), nodes=1, workers_per_node=2, flags=["--snapshot-every"
 """
 
 
-@pytest.mark.parametrize("name", ["slow_ranks", pytest.param("unreachable_peers", marks=pytest.mark.soak)])
+NAMES = ["slow_ranks", "gpu_health", "preemption", "unreachable_peers"]
+SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in NAMES[1:]]
+
+
+@pytest.mark.parametrize("name", [NAMES[0], *SOAKED])
 def test_all_else_works_without_a_mechanism(tmp_path: Path, name: str) -> None:
     """Help, status and report too, in a job with a killed worker."""
     for folder in ("elastic_resume", "tests"):

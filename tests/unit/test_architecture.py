@@ -18,17 +18,17 @@ PACKAGE = ROOT / "elastic_resume"
 # Imports go from a later layer to an earlier one, or stay within a package.
 LAYERS = """
     constants errors bytecode linux
-    units events background
+    units option events background
     console machine gpus
     failpoints
     policy
     schedulers
-    config
     checkpoint
     slots
     rendezvous
     state data
     mechanisms
+    config
     ranks
     proof
     restore capture

@@ -13,6 +13,7 @@ import pytest
 from elastic_resume import config, constants
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
+from elastic_resume.option import Option
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.schedulers import environment
 
@@ -76,9 +77,7 @@ def test_empty_ckpt_dir_flag_is_refused() -> None:
 
 
 @pytest.mark.parametrize("option", config.OPTIONS, ids=lambda option: option.name)
-def test_each_setting_has_variable_and_maybe_flag(
-    option: config.Option, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_setting_has_variable_and_maybe_flag(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag beats the variable."""
     seen: list[tuple[str, str]] = []
     probe = dataclasses.replace(option, parse=lambda source, text: seen.append((source, str(text))))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -240,11 +241,13 @@ def test_starts_of_nodes_that_cannot_reach_each_other_never_count(
         for generation in range(2, 9):
             log.emit("failure", rank=0, type="RuntimeError", message="connect: No route to host")
             log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
-            controller.find_more_failures = lambda: (make_network_failure("a", ["b"]),)
+            controller.parts = [
+                Mock(find_failures=lambda: [make_network_failure("a", ["b"])], find_faults=list)
+            ]
             failure = controller.report_generation().failure
             assert failure == make_network_failure("a", ["b"])
             controller.end_generation(None)
-            controller.find_more_failures = tuple
+            controller.parts = ()
             controller.start_generation(world(generation, *[failure] * (generation % 2), nodes="ab"))
     assert set(caplog.messages) == {"node a cannot reach b; restarting."}
 
@@ -403,7 +406,8 @@ def test_node_with_broken_gpu_starts_no_workers(tmp_path: Path) -> None:
     fault = GpuFault(2, 3, "GPU-a", 79)
     text = r"a GPU is broken \(local rank 2; index 3; GPU-a; Xid 79: fallen off the bus\)\. The machine is"
     with open_controller(tmp_path) as (controller, _):
-        controller.find_gpu_faults = lambda: [fault]
+        failure = Failure("gpu", "a", None, fault)
+        controller.parts = [Mock(find_faults=lambda: [failure], find_failures=list)]
         with pytest.raises(NodeExcludedError, match=text):
             controller.start_generation(world(1))
         assert not (tmp_path / constants.EVENTS_FILE).exists()  # no generation has begun

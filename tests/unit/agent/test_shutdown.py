@@ -65,12 +65,12 @@ def test_signal_without_handler_is_sent_again_later() -> None:
     assert controller.decide_exit_code("signalled", 138, node_rank=0) == 75
 
 
-def test_drain_node_sends_drain_signal() -> None:
+def test_requested_drain_sends_drain_signal() -> None:
     """The signal is sent once it has a handler."""
     log = RecordingLog()
     controller, handled = make_controller(log=log), threading.Event()
     with controller.handle_signals():
-        controller.drain_node()
+        controller.request_drain("a preemption notice")
         signal.signal(USR1, lambda *_: handled.set())
         assert handled.wait(20)
         controller.on_signal(USR1)

@@ -201,11 +201,11 @@ def test_store_port_is_used_again_and_another_if_it_is_taken() -> None:
 def make_handler(client: Mock, controller: Mock, standby: Mock) -> torchelastic.ElasticRendezvousHandler:
     """Return the handler of a node with one worker."""
     controller.report_generation.return_value = GenerationReport()
+    controller.parts = ()
     controller.mtbf_s, controller.limit_last_step.return_value = 60.0, ""
     return torchelastic.ElasticRendezvousHandler(
         client,
         controller,
-        (),
         standby,
         host="127.0.0.1",
         store_port=0,

@@ -49,7 +49,7 @@ def events_of(row: ErrorText) -> list[dict[str, Any]]:
 def decide(row: ErrorText, *, newest_step: int = 0, times: int = 1) -> RestartDecision:
     """Return what is decided after node b failed so, in a world of three."""
     result = summarize_generation(events_of(row), node="b", num_nodes=3)
-    alone = decide_own_exclusion("b", result.failures, ())
+    alone = decide_own_exclusion("b", result.failures)
     if not isinstance(alone, Continue):
         return alone
     return decide_restart([result] * times, RestartLimits(), WorldSummary(("a", "b", "c"), newest_step))

@@ -11,12 +11,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from elastic_resume.mechanisms.mechanism import AgentContext, decode_body
+from elastic_resume.mechanisms.mechanism import decode_body
 from elastic_resume.mechanisms.unreachable_peers import probe as peer_probe
 from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE, UnreachablePeers
 from elastic_resume.mechanisms.unreachable_peers.probe import (
@@ -29,6 +28,7 @@ from elastic_resume.policy.failure_classification import EXCEPTION, SIGNAL, Fail
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.facts import FactBody
+from tests.support.agent_parts import make_agent_context
 from tests.support.processes import wait_for
 
 CONNECT_TIMEOUT = "Gloo connectFullMesh failed with [transport/tcp/pair.h:311] Connect timeout [none]"
@@ -87,7 +87,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 @pytest.fixture
 def probe(network: Network, monkeypatch: pytest.MonkeyPatch) -> PeerProbe:
     """A probe on rank 1 of four nodes, which looks at each poll."""
-    made = PeerProbe(AgentContext(Path(), 1, 0.0, print, lambda: network.has_resumed))
+    made = PeerProbe(make_agent_context(has_resumed=lambda: network.has_resumed))
     monkeypatch.setattr(made._thread, "start", lambda: None)
     made.start(Mock(node="b", send_fact=network.keep_fact))
     made.begin_generation(start(1, "abcd"))

@@ -7,7 +7,7 @@ answer everything with HTML. Advice to move, such as EC2's rebalance recommendat
 The formats are those of the clouds' documentation: EC2's instance metadata service with session tokens
 (IMDSv2, ``spot/instance-action``), Compute Engine's ``instance/preempted``, Azure's scheduled events. A
 request uses no proxy and follows no redirect. Its time limit holds for each wait for data, and a response has
-at most `MAX_BYTES`. `agent.shutdown` acts on a notice.
+at most `MAX_BYTES`. `watcher` acts on a notice.
 """
 
 from __future__ import annotations

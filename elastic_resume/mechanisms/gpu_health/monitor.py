@@ -1,23 +1,24 @@
 """Watch the NVIDIA GPUs of this agent's workers, and remember their faults.
 
 A fault is an Xid (an error that the driver reports) for which no program is to blame, or a recovery action
-that the driver asks for. Workers on such a GPU fail again and again, so `restart_controller` asks for faults
-before each start of workers.
+that the driver asks for. Workers on such a GPU fail again and again, so this node starts none.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from elastic_resume import gpus
 from elastic_resume.background import BackgroundThread
 from elastic_resume.gpus import Gpu
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart
+from elastic_resume.policy import failure_classification
+from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.wording import describe
+from elastic_resume.rendezvous.client import RendezvousClient
 
 logger = logging.getLogger(__name__)
 EVENT_WAIT_S = 1.0
@@ -25,27 +26,35 @@ START_WAIT_S = 0.2  # of a start of workers for the first answer of NVML
 RETRY_S = 30.0
 
 
-class GpuMonitor:
+class GpuMonitor(AgentPart):
     """Watches from `start` to `close`; nothing is found without NVML."""
 
-    def __init__(self, emit: Callable[..., Any], local_world_size: int) -> None:
-        """``emit`` writes an event to the event log."""
-        self._emit = emit
-        self._local_world_size = local_world_size
+    def __init__(self, context: AgentContext) -> None:
+        self._emit = context.emit
+        self._local_world_size = context.local_world_size
         self._reported: list[GpuFault] = []
         self._first_listing: list[tuple[int | None, Gpu]] = []
         self._is_listed = threading.Event()
         self._thread = BackgroundThread("gpu-monitor", self._watch)
-        # The thread may be in a call of the driver, which must not delay the end of the agent.
-        self.start, self.close = self._thread.start, self._thread.request_close
+        self._client: RendezvousClient | None = None
 
-    def find_faults(self) -> list[GpuFault]:
+    def start(self, client: RendezvousClient) -> None:
+        """Begin to watch."""
+        self._client = client
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more; the thread may be in a call of the driver, which is not awaited."""
+        self._thread.request_close()
+
+    def find_faults(self) -> tuple[Failure, ...]:
         """Return Xids since the start, and GPUs that need a recovery now; none while NVML starts slowly."""
-        if not self._is_listed.wait(START_WAIT_S):
-            return []
+        if self._client is None or not self._is_listed.wait(START_WAIT_S):
+            return ()
         with_xid = [fault for fault in self._reported if fault.xid not in {None, gpus.ACTION_CHANGED_XID}]
         known = {fault.index for fault in with_xid}
-        return [*with_xid, *(fault for fault in self._list_broken() if fault.index not in known)]
+        faults = [*with_xid, *(fault for fault in self._list_broken() if fault.index not in known)]
+        return tuple(Failure(failure_classification.GPU, self._client.node, None, fault) for fault in faults)
 
     def _list_gpus(self, limit_s: float = gpus.CALL_LIMIT_S) -> list[tuple[int | None, Gpu]]:
         """List the GPUs of the workers, each with its local rank unless workers share GPUs."""

@@ -13,14 +13,14 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from elastic_resume.agent import shutdown
 from elastic_resume.errors import ConfigError
-from elastic_resume.schedulers import preemption as notices
-from elastic_resume.schedulers.preemption import (
+from elastic_resume.mechanisms.preemption import sources as notices
+from elastic_resume.mechanisms.preemption.sources import (
     MAX_BYTES,
     MAX_QUOTED_CHARS,
     NoticeQueryError,
@@ -29,6 +29,8 @@ from elastic_resume.schedulers.preemption import (
     parse_source,
     request_metadata,
 )
+from elastic_resume.mechanisms.preemption.watcher import NoticeWatcher
+from tests.support.agent_parts import make_agent_context
 from tests.support.paths import SCRIPTS
 from tests.support.rendezvous_nodes import TIMEOUT_S
 
@@ -332,15 +334,15 @@ class DrainRecorder:
 
     events: list[dict[str, Any]] = field(default_factory=list)
     drained: threading.Event = field(default_factory=threading.Event)
-    drains: int = 0
+    causes: list[str] = field(default_factory=list)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Record an event."""
         self.events.append({"event": kind, **fields})
 
-    def drain(self) -> None:
-        """Count a drain."""
-        self.drains += 1
+    def drain(self, cause: str) -> None:
+        """Note a drain."""
+        self.causes.append(cause)
         self.drained.set()
 
 
@@ -365,9 +367,12 @@ def test_watch_logs_failing_source_once_and_drains_once(caplog: pytest.LogCaptur
     caplog.set_level("INFO")
     recorder = DrainRecorder()
     source = NoticeSource("aws", look, 0.01)
-    with shutdown.watch_preemption_notices(source, emit=recorder.emit, drain=recorder.drain):
+    settings = {"preemption_notice": source}
+    watcher = NoticeWatcher(make_agent_context(emit=recorder.emit, drain=recorder.drain, settings=settings))
+    with contextlib.closing(watcher):
+        watcher.start(Mock())
         assert recorder.drained.wait(TIMEOUT_S)
-    assert recorder.drains == 1
+    assert recorder.causes == ["a preemption notice"]
     assert [line for line in caplog.messages if "refused" in line] == [
         "preemption-notice aws: refused. It is polled again; further errors are not logged."
     ]

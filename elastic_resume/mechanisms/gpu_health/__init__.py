@@ -1,0 +1,22 @@
+"""Start no workers on a node of which NVIDIA's driver says that a GPU is broken.
+
+`monitor` asks the driver. Its event is::
+
+    gpu-fault   local_rank (null: unknown), uuid, index (of NVML, or null), xid (null: only an action),
+                recovery_action (of the driver, or "")
+
+`policy.failure_classification` reads it: a broken GPU explains why its worker has failed.
+"""
+
+from __future__ import annotations
+
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, Mechanism
+
+
+def _make_agent_part(context: AgentContext) -> AgentPart:
+    from elastic_resume.mechanisms.gpu_health.monitor import GpuMonitor  # noqa: PLC0415 - agents only
+
+    return GpuMonitor(context)
+
+
+GPU_HEALTH = Mechanism(make_agent_part=_make_agent_part)

@@ -1,0 +1,50 @@
+"""Declare one setting: its name, its variable, and how its value is parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_resume import constants
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: its name, its variable, and perhaps its flag.
+
+    Attributes:
+        name: its name, and the flag after its dashes; with underscores, the field of `Settings` or of the
+            parsed arguments, and the argument of `er.resume()`.
+        metavar: the accepted forms; None for a switch.
+        help: one line for ``--help``; empty if users are not to set it, or torchrun's flag sets it.
+        parse: gets the source and the given value.
+        default: text for ``parse`` if nothing is given; None: the value is then None.
+        has_flag: whether ``run`` has a flag for it.
+        details: more help, for ``--help-all``.
+        default_help: the default in words, where ``default`` is None.
+    """
+
+    name: str
+    metavar: str | None
+    help: str
+    parse: Callable[[str, Any], Any]
+    default: Any = None
+    has_flag: bool = False
+    details: str = ""
+    default_help: str = ""
+
+    @property
+    def field(self) -> str:
+        """The name of the setting's field or of the flag's destination."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return constants.ENV_PREFIX + self.field.upper()
+
+    @property
+    def default_text(self) -> str:
+        """The default as users would write it, or in words."""
+        return self.default_help if self.default is None else str(self.default)
