@@ -39,8 +39,6 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
                                      none), reason (why the leader ended the view, or null), joined [node],
                                      lost [node], root_causes, secondary_failures [failures], decision
                                      (continue | give-up | exclude)
-    replicas-differ       agent      generation, step, agreed_step (the newest step with equal replicas),
-                                     nodes [groups of equal nodes, largest first], diverged_nodes [node]
     agent-end             agent      outcome (done | failed | signalled | left), exit_code, reason, message
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
                                      nodes, kind (cold | resumed), source_node, source_tier (memory |

@@ -26,7 +26,7 @@ from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
-from elastic_resume.agent.snapshots import SnapshotService, emit_divergence, serve_snapshots
+from elastic_resume.agent.snapshots import serve_snapshots
 from elastic_resume.agent.status_reporter import EventTail, StatusReporter, StatusSampler
 from elastic_resume.agent.workers.forkserver_manager import (
     ForkServerManager,
@@ -160,7 +160,7 @@ class _Agent:
         emit = self.event_log.emit
         with self.shutdown_controller.handle_signals():
             with (
-                serve_snapshots(self.node_dir.path, self.settings, emit) as snapshots,
+                serve_snapshots(self.node_dir.path, self.settings, emit) as committer,
                 self._start_fork_server() as fork_server,
                 detect_hangs(
                     self.node_dir.path,
@@ -174,10 +174,9 @@ class _Agent:
                     self.controller.revoke_grace, pause_hang_detector, self.shutdown_controller.on_signal
                 ),
             ):
-                committer = snapshots.committer
                 self.controller.on_workers_dead = committer.commit_newest
                 self.shutdown_controller.last_commit_s = lambda: committer.last_commit_s
-                outcome = self._run_job(snapshots, fork_server)
+                outcome = self._run_job(committer, fork_server)
                 self.controller.log.end_wait()
             if outcome.kind in {"failed", "left"}:
                 self.controller.log_failure_summary(self.args.log_dir or "")
@@ -235,9 +234,8 @@ class _Agent:
             fork_server.close()
 
     def _create_status_reporter(
-        self, snapshots: SnapshotService, parts: Mapping[AgentPart, StatusMember | None]
+        self, committer: CheckpointCommitter, parts: Mapping[AgentPart, StatusMember | None]
     ) -> StatusReporter:
-        committer = snapshots.committer
         sampler = StatusSampler(
             self.node_dir.path,
             self.spec.config.nproc_per_node,
@@ -248,7 +246,7 @@ class _Agent:
         )
         return StatusReporter(self.node_dir.path, sampler, parts, self.event_tail)
 
-    def _run_job(self, snapshots: SnapshotService, fork_server: ForkServerManager | None) -> _Outcome:
+    def _run_job(self, committer: CheckpointCommitter, fork_server: ForkServerManager | None) -> _Outcome:
         """Join the rendezvous, run workers until the job ends, and map errors to an outcome."""
         spec = self.spec
         context = AgentContext(
@@ -259,6 +257,7 @@ class _Agent:
             self.controller.has_resumed,
             self.shutdown_controller.request_drain,
             vars(self.args),
+            committer,
         )
         self.controller.parts = parts = make_agent_parts(context)
         try:
@@ -268,14 +267,13 @@ class _Agent:
                 self.lease_page,
                 self.scheduler_context,
                 on_log=self.controller.on_rendezvous_event,
-                status_reporter=self._create_status_reporter(snapshots, parts),
+                status_reporter=self._create_status_reporter(committer, parts),
             ) as session:
                 client = session.client
                 if fork_server is not None:
                     client.begin_preparation()
                     fork_server.call_when_ready(client.finish_preparation)
                 self._serve_metrics(client.address)
-                snapshots.start_replica_comparison(client)
                 try:
                     torchelastic.run_workers(spec, self.controller, session)
                 except torchelastic.StoppedError as stop:
@@ -285,7 +283,6 @@ class _Agent:
                 finally:
                     end = client.job_end
                     self.controller.record_failures(end.failures if end else ())
-                    emit_divergence(end and end.reason, self.event_log.emit)
                 reason = end.reason if end else JobFinished()
                 return _Outcome("done", constants.EXIT_SUCCESS, f"{describe(reason)}.", reason)
         except torchelastic.StoppedError as stop:

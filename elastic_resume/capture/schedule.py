@@ -26,7 +26,9 @@ from elastic_resume.capture.snapshotter import Snapshotter
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.policy import checkpoint_interval, digests
+from elastic_resume.mechanisms.mechanism import ReadingCosts
+from elastic_resume.mechanisms.registry import READERS
+from elastic_resume.policy import checkpoint_interval
 from elastic_resume.policy.checkpoint_interval import SaveCost, StepBoundary, decide_actions
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks import rank_context
@@ -113,8 +115,8 @@ class SnapshotScheduler:
         self._mtbf_s = _read_mtbf_s()
         self._last_commit_at = time.monotonic()
         self._commit_stall_s: float | None = None  # what the last commit cost the training thread
-        has_agent = constants.ENV_AGENT_PID in os.environ  # nodes compare replicas through their agents
-        self._compares_replicas = has_agent and len(context.local_leader_by_node) > 1
+        # Mechanisms of an agent read snapshots, to compare them with those of other nodes.
+        self._has_readers = constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
         version = (plan.source_generation, plan.step)
         # State loaded from memory or a peer does not verify a checkpoint on this disk.
         trusted_version = version if plan.kind == "resumed" and saved_step >= 0 else None
@@ -192,7 +194,7 @@ class SnapshotScheduler:
             slot_count=client.slot_count,
             snapshots_off=self._context.settings.snapshot_every.is_off,
             is_commit_due=may_commit and self._is_commit_due(step),
-            is_comparison_due=self._is_comparison_due(step),
+            is_reading_due=self._is_reading_due(step),
             is_epoch_over=is_epoch_over,
             is_sharded=self.is_sharded,
             is_drained=is_drained,
@@ -222,9 +224,9 @@ class SnapshotScheduler:
             self._announce(self._next_snapshot_step(step))
         elif not boundary.takes_snapshots:
             self._announce(None)
-        if actions.compares and self.snapshotter.has_snapshot(position):
+        if actions.is_read and self.snapshotter.has_snapshot(position):
             generation = rank_context.assigned_generation() or self._generation
-            client.send("compare", snapshot_id=self.snapshotter.snapshot_id, generation=generation)
+            client.send("offer", snapshot_id=self.snapshotter.snapshot_id, generation=generation)
 
     def _announce(self, step: int | None) -> None:
         """Tell the other local ranks the step of the next snapshot."""
@@ -342,21 +344,15 @@ class SnapshotScheduler:
             mtbf_s=self._mtbf_s,
         ) and not any(slot.needs_commit for slot in control.read_slots())
 
-    def _is_comparison_due(self, step: int) -> bool:
-        """Return whether all nodes compare their replicas at this step; see `policy.digests`."""
-        if not self._compares_replicas:
+    def _is_reading_due(self, step: int) -> bool:
+        """Return whether a mechanism reads a snapshot of this step, which is the same on all nodes."""
+        if not self._has_readers:
             return False
-        digest_s = self._slot_client.control_block.get("digest_cpu_us") / 1e6 or None
-        if digest_s is not None and self.meter.snapshot_cost_s is not None:
-            # The snapshot may be taken only for it.
-            digest_s += self.meter.snapshot_cost_s * self.meter.cpu_count
-        gap = digests.digest_interval_steps(
-            self._context.settings.check_replicas,
-            cost_s=digest_s,
-            step_s=self.meter.step_s,
-            cores=self.meter.cpu_count,
-        )
-        return digests.is_digest_due(step, gap)
+        meter, settings = self.meter, vars(self._context.settings)
+        snapshot_s = meter.snapshot_cost_s and meter.snapshot_cost_s * meter.cpu_count
+        read_s = self._slot_client.control_block.get("read_cpu_us") / 1e6 or None
+        costs = ReadingCosts(settings, meter.step_s, snapshot_s, read_s, meter.cpu_count)
+        return any(is_due(step, costs) for is_due in READERS)
 
     def _next_snapshot_step(self, step: int) -> int:
         every = self._context.settings.snapshot_every

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elastic_resume.policy.failure_classification import Failure
     from elastic_resume.rendezvous.client import RendezvousClient
     from elastic_resume.rendezvous.core.interface import StartWorkers
+    from elastic_resume.slots.committer import CheckpointCommitter
 
 T = TypeVar("T")
 
@@ -63,6 +64,19 @@ class StepObservers(StepObserver):
             observer.close()
 
 
+class ReadingCosts(NamedTuple):
+    """What it costs this node to have a snapshot read at a step; None before it is measured."""
+
+    settings: Mapping[str, Any]
+    """The fields of `config.Settings`."""
+    step_s: float | None
+    snapshot_s: float | None
+    """Processor seconds, as are the next."""
+    read_s: float | None
+    """What the mechanisms have needed for the last snapshot."""
+    cores: float
+
+
 class AgentContext(NamedTuple):
     """What a mechanism's part in an agent works with."""
 
@@ -77,6 +91,7 @@ class AgentContext(NamedTuple):
     """Drain this node alone; it takes the cause. Safe in any thread."""
     settings: Mapping[str, Any]
     """The parsed value of each `Option` by its field."""
+    committer: CheckpointCommitter
     word: int | None = None
     """With a step observer: the place of its word in `ProgressRecord.measurements`."""
 
@@ -148,6 +163,8 @@ class Mechanism:
     make_observer: Callable[[Callable[[int], None], Callable[[], int]], StepObserver] | None = None
     """It gets a function that records a word for the agent, and one that counts the rank's collectives."""
     make_agent_part: Callable[[AgentContext], AgentPart] | None = None
+    is_reading_due: Callable[[int, ReadingCosts], bool] | None = None
+    """Whether the agent's part reads a snapshot of this step (`CheckpointCommitter.offer_snapshot`)."""
     alerts: tuple[AlertKind, ...] = ()
     status: StatusMember | None = None
     gauge: Gauge | None = None

@@ -229,7 +229,7 @@ class StepBoundary:
     slot_count: int
     snapshots_off: bool = False
     is_commit_due: bool = False
-    is_comparison_due: bool = False
+    is_reading_due: bool = False
     is_epoch_over: bool = False
     is_sharded: bool = False
     is_drained: bool = False
@@ -255,14 +255,15 @@ class StepBoundary:
 class BoundaryActions:
     """What to do now.
 
-    ``leader_only``: the local leader copies alone, because the other ranks do not expect this snapshot.
-    ``announces``: the local leader then announces the step of the next snapshot. ``announces_next_step``:
-    none is taken now, and the local leader announces one of the next step, which needs all local ranks.
+    ``is_read``: mechanisms of the agent read the snapshot. ``leader_only``: the local leader copies alone,
+    because the other ranks do not expect this snapshot. ``announces``: the local leader then announces the
+    step of the next snapshot. ``announces_next_step``: none is taken now, and the local leader announces one
+    of the next step, which needs all local ranks.
     """
 
     takes_snapshot: bool = False
     commits: bool = False
-    compares: bool = False
+    is_read: bool = False
     leader_only: bool = False
     announces: bool = False
     announces_next_step: bool = False
@@ -273,25 +274,25 @@ def decide_actions(boundary: StepBoundary) -> BoundaryActions:
     """Decide what to do at a step boundary.
 
     With fewer than two slots, or with snapshots off, a snapshot serves a commit or a drain only. Without any
-    slot the state goes to disk directly. The second snapshot of an epoch's last step is never compared. A
+    slot the state goes to disk directly. Mechanisms never read the second snapshot of an epoch's last step. A
     snapshot that needs all local ranks is taken only at a step at which they expect it.
     """
     commits, is_expected = boundary.is_commit_due, boundary.is_expected
     if boundary.slot_count == 0:
         return BoundaryActions(writes_directly=commits)
     is_possible = is_expected or not boundary.is_sharded
-    is_snapshot_due = compares = False
+    is_snapshot_due = is_read = False
     if boundary.takes_snapshots:
         is_snapshot_due = is_expected or boundary.is_epoch_over or boundary.announced_step is None
-        compares = boundary.is_comparison_due and is_possible and not boundary.is_epoch_over
-    if not (is_snapshot_due or commits or compares or boundary.is_drained):
+        is_read = boundary.is_reading_due and is_possible and not boundary.is_epoch_over
+    if not (is_snapshot_due or commits or is_read or boundary.is_drained):
         return BoundaryActions()
     if not is_possible:
         return BoundaryActions(announces_next_step=True)
     return BoundaryActions(
         takes_snapshot=True,
         commits=commits,
-        compares=compares,
+        is_read=is_read,
         leader_only=not is_expected,
         announces=boundary.takes_snapshots,
     )

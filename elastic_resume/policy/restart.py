@@ -29,7 +29,6 @@ from enum import Enum
 from elastic_resume import constants
 from elastic_resume.events import Event
 from elastic_resume.policy import failure_classification
-from elastic_resume.policy.digests import DivergenceVerdict
 from elastic_resume.policy.failure_classification import (
     Failure,
     FailureVerdict,
@@ -226,6 +225,20 @@ class GaveUp:
 
     node: str
     reason: GiveUpReason
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceVerdict:
+    """How the digests of one step differ.
+
+    Each group holds the nodes with one digest, the largest group first. Without a strict majority no node is
+    ``diverged``. ``agreed_step`` is the newest step at which all were equal, 0 if there was none.
+    """
+
+    step: int
+    agreed_step: int
+    groups: tuple[tuple[str, ...], ...]
+    diverged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from typing import Any
 from elastic_resume.constants import EXIT_NO_STANDBY
 from elastic_resume.policy import failure_classification as failures
 from elastic_resume.policy import reasons, restart
-from elastic_resume.policy.digests import DivergenceVerdict
 from elastic_resume.policy.failure_classification import (
     Failure,
     FailureVerdict,
@@ -140,7 +139,7 @@ def _describe(fact: Any) -> str:
         case restart.GaveUp(node, reason):
             return f"node {node} gave up: {_describe_decision(reason)}"
         case restart.ReplicasDiffer(verdict):
-            return describe_divergence(verdict)
+            return _describe_divergence(verdict)
         case restart.GiveUp(reason) | restart.Exclude(_, reason):
             return _describe_decision(reason)
     return _describe_wait(fact)
@@ -505,34 +504,27 @@ def _list_waiting_ranks(ranks: Sequence[int]) -> str:
 # ---- replicas ------------------------------------------------------------------------------------------
 
 
-def summarize_divergence(verdict: DivergenceVerdict) -> str:
-    """Describe in one clause which nodes differ."""
-    if verdict.diverged:
-        verb = "is" if len(verdict.diverged) == 1 else "are"
-        majority = _join_node_names(next(iter(verdict.groups), ()))
-        text = f"{_join_node_names(verdict.diverged)} {verb} not as {majority}, the majority"
-    else:
-        text = " against ".join(_join_node_names(group) for group in verdict.groups[:MAX_NAMED])
-    return f"replicas differ at step {verdict.step}: {text}"
-
-
-def describe_divergence(verdict: DivergenceVerdict) -> str:
+def _describe_divergence(verdict: restart.DivergenceVerdict) -> str:
     """Describe which nodes differ, and what to do."""
     agreed = verdict.agreed_step
     since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
     if verdict.diverged:
+        verb = "is" if len(verdict.diverged) == 1 else "are"
+        majority = _join_node_names(next(iter(verdict.groups), ()))
+        who = f"{_join_node_names(verdict.diverged)} {verb} not as {majority}, the majority"
         then = (
             f"Look at what that machine computes (memory, device), or at what the script does only there "
             f"({since}). Start again without it."
         )
     else:
+        who = " against ".join(_join_node_names(group) for group in verdict.groups[:MAX_NAMED])
         then = (
             f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
             "random numbers, samples, a broken device. To continue from an older checkpoint, move the newer "
             "ones elsewhere."
         )
     diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."
-    return f"{summarize_divergence(verdict)}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"
+    return f"replicas differ at step {verdict.step}: {who}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"
 
 
 def _join_node_names(names: Sequence[str]) -> str:

@@ -142,12 +142,6 @@ def _describe_quarantine(event: ParsedEvent) -> str:
     return f"a checkpoint was quarantined ({name}): {_first_text(event, 'reason')}"
 
 
-def _describe_divergence(event: ParsedEvent) -> str:
-    nodes = event.get_texts("diverged_nodes")
-    which = f"of {', '.join(nodes)} differ from the majority" if nodes else "differ, and there is no majority"
-    return f"replicas {which}; the job ends"
-
-
 def _describe_drain(event: ParsedEvent) -> str:
     others = "; the others continue" if event.raw.get("others_continue") is True else ""
     return f"{_first_text(event, 'cause')}: this node saves a checkpoint and leaves{others}"
@@ -208,7 +202,6 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
     },
     "proof": (BAD, lambda event: event.get_text("message")),
     "quarantine": (BAD, _describe_quarantine),
-    "replicas-differ": (BAD, _describe_divergence),
     "hang": (BAD, _describe_hang),
     "worker-exit": (BAD, _describe_stuck_worker),
     "hang-ended": (NOTE, lambda event: f"the hang after step {event.step} ended without a restart"),

@@ -1,4 +1,4 @@
-"""Commit a node's snapshots from memory to disk in a thread, and compute digests to compare replicas.
+"""Commit a node's snapshots from memory to disk in a thread.
 
 The committer owns the slots. It runs in the node's agent, or under plain torchrun or python in the local
 leader's worker. Workers write snapshots into slots and mark the ones to commit; one low-priority thread
@@ -8,10 +8,6 @@ then every minute, older checkpoints stay whole, and the newest snapshot is trie
 Invariants: each committed snapshot was complete and was not overwritten while it was read. The committer
 never waits for a worker. A worker waits for it only in `CheckpointCommitter.commit`. Workers reach it through
 `ipc`.
-
-A second thread computes digests of the snapshots that `SnapshotDigester.enqueue` names, while they lie in
-their slots. It skips a snapshot that is overwritten meanwhile, and leaves out tensors that may differ between
-ranks (`Manifest.rank0_tensors`).
 """
 
 from __future__ import annotations
@@ -20,24 +16,21 @@ import contextlib
 import logging
 import math
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-import xxhash
 
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
-from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import BLOCK_BYTES
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
 from elastic_resume.console import ByteProgress
-from elastic_resume.errors import CheckpointError, CorruptError, MachineError
+from elastic_resume.errors import CorruptError, MachineError
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.slot_memory import Slot, SlotState, decode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
@@ -50,8 +43,6 @@ FIRST_RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 LOG_REPEAT_S = 60.0
 NICENESS = 5
-DIGEST_TIMEOUT_S = 1.0  # how long to wait for local ranks that copy a snapshot to digest
-DIGEST_CHUNK_BYTES = 16 << 20  # hashing one takes 2 ms; `is_current` is checked for each
 
 
 @dataclass
@@ -83,8 +74,8 @@ class CheckpointCommitter:
         ``emit`` gets events, by kind and fields.
         """
         self.slot_pool = slot_pool
-        # Called with (snapshot id, generation) to compare a snapshot with those of other nodes.
-        self.request_comparison: Callable[[int, int], object] = lambda *_: None
+        # Called with the id of a snapshot that mechanisms of the agent read, and its view's generation.
+        self.offer_snapshot: Callable[[int, int], object] = lambda *_: None
         self._writer = CheckpointWriter(node_dir, run_id, emit, disk)
         self._node_dir = node_dir
         self._emit = emit
@@ -161,7 +152,7 @@ class CheckpointCommitter:
     # ---- in the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        _lower_priority()
+        lower_priority()
         while not self._closing:
             with self._wakeup:
                 if not self._closing and not self._has_work():
@@ -315,96 +306,7 @@ def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:
     return not request.snapshot_id or is_complete or time.monotonic() >= request.deadline
 
 
-def digest_image(
-    image: memoryview,
-    layout: Layout,
-    excluded: Collection[str],
-    *,
-    is_current: Callable[[], bool] = lambda: True,
-) -> str | None:
-    """Digest an image without the ``excluded`` tensors; return None once ``is_current`` is false.
-
-    The caller must check again afterwards that the snapshot was not overwritten.
-    """
-    digest = xxhash.xxh3_128()
-    for name, extent in layout.extents.items():
-        if name in excluded:
-            continue
-        digest.update(f"{name} {extent.dtype} {extent.shape} ".encode())
-        for start in range(extent.start, extent.stop, DIGEST_CHUNK_BYTES):
-            if not is_current():
-                return None
-            digest.update(image[start : min(start + DIGEST_CHUNK_BYTES, extent.stop)])
-    return digest.hexdigest()
-
-
-class SnapshotDigester:
-    """Digests requested snapshots in a thread, from `start` to `close`."""
-
-    def __init__(self, slot_pool: SlotPool) -> None:
-        # Called in the thread with generation, step and the digest (32 hexadecimal digits).
-        self.on_digest: Callable[[int, int, str], None] = lambda *_: None
-        self._slot_pool = slot_pool
-        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._cached_layout: tuple[int, Layout, frozenset[str]] | None = None  # plan id, layout, excluded
-        self._thread = threading.Thread(target=self._run, name="elastic-resume-digest", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def enqueue(self, snapshot_id: int) -> None:
-        """Request the digest of a snapshot; may be called from any thread."""
-        self._queue.put(snapshot_id)
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._queue.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        _lower_priority()
-        while (snapshot_id := self._queue.get()) is not None:
-            with contextlib.suppress(CheckpointError, ValueError):  # damaged metadata; the commit reports it
-                self._digest(snapshot_id)
-
-    def _digest(self, snapshot_id: int) -> None:
-        deadline = time.monotonic() + DIGEST_TIMEOUT_S
-        while time.monotonic() < deadline:
-            states = self._slot_pool.control_block.read_slots()
-            state = next((state for state in states if state.snapshot_id == snapshot_id), None)
-            if state is None:
-                return
-            if state.complete:
-                with self._slot_pool.pin(state, hard=False) as slot:
-                    if slot is not None:
-                        self._digest_slot(slot, snapshot_id)
-                return
-            time.sleep(POLL_S)
-
-    def _digest_slot(self, slot: Slot, snapshot_id: int) -> None:
-        def is_current() -> bool:
-            return slot.record.complete_snapshot_id() == snapshot_id
-
-        cpu_start = time.thread_time()
-        image, control = slot.image(), self._slot_pool.control_block
-        plan_id = slot.record.get("plan_id")
-        cached = self._cached_layout
-        if cached is None or cached[0] != plan_id:
-            excluded = slot.read_snapshot(snapshot_id)[0].rank0_tensors
-            cached = (plan_id, Layout.parse(image, len(image)), frozenset(excluded))
-        digest = digest_image(image, *cached[1:], is_current=is_current)
-        cpu_us = int((time.thread_time() - cpu_start) * 1e6)
-        if digest is None or not is_current():  # overwritten, so the layout may be torn too
-            control.set("digest_cpu_us", max(control.get("digest_cpu_us"), cpu_us))  # a lower bound
-            return
-        self._cached_layout = cached
-        control.set("digest_cpu_us", cpu_us)
-        self.on_digest(*decode_snapshot_id(snapshot_id), digest)
-
-
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Lower this thread's CPU and I/O priority."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError, psutil.Error):

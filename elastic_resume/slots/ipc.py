@@ -97,8 +97,8 @@ class SnapshotServer:
             committer.start_generation(RetentionPolicy(tuple(trusted) if trusted else None, keep))
         elif operation == "request_commit":
             committer.request_commit(request["snapshot_id"])
-        elif operation == "compare":
-            committer.request_comparison(request["snapshot_id"], request["generation"])
+        elif operation == "offer":
+            committer.offer_snapshot(request["snapshot_id"], request["generation"])
         else:
             raise ValueError(f"unknown operation {operation!r}")
         return None, None

@@ -13,7 +13,7 @@ page of aligned 8-byte words. A *snapshot id* is one word made of generation and
 
 Each word has one writing process, so a reader sees the old or the new value, and no store is lost:
 
-    agent          serial, capacity, pinned, soft_pinned, committed of each slot; costs of commits and digests
+    agent          serial, capacity, pinned, soft_pinned, committed of each slot; costs of commits and readers
     local leader   all other words of each slot; decided_id, next_snapshot_step
     local rank r   copied[r] of each slot, copying[r]; any of them sets copies_at_once, to 1 only
 
@@ -81,7 +81,7 @@ _STEP_BITS = 40
 _MAX_GENERATION = 1 << 22  # so an id leaves bit 63 to the flags
 _HEADER_WORDS = 16
 _HEADER_FIELDS = (
-    *("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "digest_cpu_us"),
+    *("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "read_cpu_us"),
     *("copies_at_once", "replayed_id"),
 )
 _SLOT_FIELDS = (

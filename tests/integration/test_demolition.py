@@ -40,7 +40,7 @@ with Cluster(Path("job"), nodes=1, workers_per_node=2, flags=["--snapshot-every"
 """
 
 
-NAMES = ["slow_ranks", "gpu_health", "preemption", "unreachable_peers"]
+NAMES = ["slow_ranks", "gpu_health", "preemption", "replicas", "unreachable_peers"]
 SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in NAMES[1:]]
 
 

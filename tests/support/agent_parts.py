@@ -16,6 +16,7 @@ def make_agent_context(
     has_resumed: Callable[[], bool] = lambda: True,
     drain: Callable[[str], None] = print,
     settings: Mapping[str, Any] | None = None,
+    committer: Any = None,
 ) -> AgentContext:
     """Return the context of an agent whose node timeout is 0."""
-    return AgentContext(Path(), workers, 0.0, emit, has_resumed, drain, settings or {})
+    return AgentContext(Path(), workers, 0.0, emit, has_resumed, drain, settings or {}, committer)

@@ -1,4 +1,12 @@
-"""Compare the replicas of a view while they train. The leader owns this pure object.
+"""Choose the steps at which nodes hash their state, and find replicas that have diverged.
+
+The hash of a node's state is its *digest*. Nodes have different budgets and must send digests of common
+steps. So intervals are powers of two: an interval divides every larger one. If a heartbeat can carry only one
+of several steps, it carries the one that is divisible by the highest power of two (`choose_common_step`).
+
+A difference proves that a node is wrong, but not which. A strict majority of all members with equal digests
+is right; every other node is wrong. Without a strict majority no node is named. The job ends in either case,
+because the wrong node's gradients are in every node's average.
 
 Each heartbeat brings at most one digest of a node's state: (step, digest). If digests of one step
 differ, the leader decides once all members have sent theirs of that step. After a node timeout, a majority
@@ -11,21 +19,21 @@ not judged: nodes compare what they resume from before their first step.
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elastic_resume.mechanisms.mechanism import decode_body
-from elastic_resume.policy.digests import (
-    DivergenceVerdict,
-    choose_common_step,
-    find_diverged_nodes,
-    is_digest,
-)
+from elastic_resume.mechanisms.mechanism import ReadingCosts, decode_body
+from elastic_resume.policy.checkpoint_interval import MAX_OVERHEAD_SHARE, IntervalSetting
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
-from elastic_resume.policy.restart import ReplicasDiffer
+from elastic_resume.policy.restart import DivergenceVerdict, ReplicasDiffer
 from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
 
 MAX_STEPS_KEPT = 64  # steps without digests of all members: 20 s with a heartbeat every 0.3 s
 MAJORITY_NODE_TIMEOUTS = 20  # wait this long for a step that shows which node is wrong: one minute
+MAX_DIGEST_INTERVAL = 1 << 30
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,48 @@ class StateDigest:
 
     step: int
     digest: str
+    """128 bits in lower-case hexadecimal."""
+
+
+def digest_interval_steps(
+    setting: IntervalSetting, *, cost_s: float | None, step_s: float | None, cores: float = 1.0
+) -> int:
+    """Return the steps between two digests for check-replicas; 0 means none.
+
+    ``cost_s`` is processor seconds per digest and ``step_s`` seconds per step, None before they are measured.
+    ``auto`` is the smallest power of two at which digests take at most `MAX_OVERHEAD_SHARE` of the time of
+    the ``cores``. Before anything is measured it is 1, so different initial states are found at once.
+    """
+    if setting.is_off:
+        return 0
+    if setting.steps is not None:
+        return setting.steps
+    if cost_s is None or step_s is None or not (cost_s > 0 and step_s > 0):
+        return 1
+    budget_s = MAX_OVERHEAD_SHARE * step_s * max(1.0, cores)
+    if not cost_s < MAX_DIGEST_INTERVAL * budget_s:
+        return MAX_DIGEST_INTERVAL
+    return 1 << max(0, math.ceil(cost_s / budget_s) - 1).bit_length()
+
+
+def is_digest_due(step: int, interval_steps: int) -> bool:
+    """Whether the snapshot of that step is digested."""
+    return interval_steps > 0 and step > 0 and step % interval_steps == 0
+
+
+def choose_common_step(first: int, second: int) -> int:
+    """Return the step that more nodes send: the one divisible by the higher power of two, else the newer."""
+    return max(first, second, key=lambda step: (step & -step, step))
+
+
+def is_comparison_due(step: int, costs: ReadingCosts) -> bool:
+    """Whether all nodes compare their replicas at this step."""
+    cost_s = costs.read_s
+    if cost_s is not None and costs.snapshot_s is not None:
+        cost_s += costs.snapshot_s  # it may be taken only for the comparison
+    setting = costs.settings["check_replicas"]
+    gap = digest_interval_steps(setting, cost_s=cost_s, step_s=costs.step_s, cores=costs.cores)
+    return is_digest_due(step, gap)
 
 
 def choose_digest(kept: FactBody, newest: FactBody) -> FactBody:
@@ -46,11 +96,8 @@ class ReplicaComparison(Judge):
     """Compares the replicas of one view."""
 
     def __init__(self, scope: Scope) -> None:
-        self.generation, self.members, self.node_timeout_s = (
-            scope.generation,
-            scope.members,
-            scope.node_timeout_s,
-        )
+        self.generation, self.members = scope.generation, scope.members
+        self.node_timeout_s = scope.node_timeout_s
         self.digests_by_step: dict[int, dict[str, set[str]]] = {}
         self.agreed_step = 0
         self.diverged_since: float | None = None
@@ -58,7 +105,7 @@ class ReplicaComparison(Judge):
     def add(self, node: str, fact: Fact, now: float) -> None:
         """Add the digest of a member's heartbeat."""
         digest = decode_body(StateDigest, fact.body)
-        if not is_digest(digest.digest):
+        if not _DIGEST_PATTERN.fullmatch(digest.digest):
             raise ValueError("not a digest of 32 hexadecimal digits")
         if digest.step <= self.agreed_step:
             return
@@ -107,6 +154,16 @@ class ReplicaComparison(Judge):
             for group in self.digests_by_step[step].values()
         ]
         return find_diverged_nodes(groups, len(self.members), step=step, agreed_step=self.agreed_step)
+
+
+def find_diverged_nodes(
+    groups: Collection[Sequence[str]], num_nodes: int, *, step: int, agreed_step: int = 0
+) -> DivergenceVerdict:
+    """Find the nodes outside a strict majority of all ``num_nodes`` members."""
+    ordered = sorted(map(tuple, groups), key=len, reverse=True)
+    has_majority = 2 * len(ordered[0]) > num_nodes
+    diverged = tuple(name for group in ordered[1:] for name in group) if has_majority else ()
+    return DivergenceVerdict(step, agreed_step, tuple(ordered), diverged)
 
 
 DIGESTS = Topic("state-digest", ReplicaComparison, choose_digest)

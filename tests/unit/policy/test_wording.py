@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.policy import reasons, restart, wording
-from elastic_resume.policy.digests import DivergenceVerdict
 from elastic_resume.policy.failure_classification import (
     EXCEPTION,
     EXIT,
@@ -52,10 +51,10 @@ from elastic_resume.policy.reasons import (
     name_nodes,
     to_json,
 )
+from elastic_resume.policy.restart import DivergenceVerdict, ReplicasDiffer
 from elastic_resume.policy.wording import (
     describe,
     describe_diagnosis,
-    describe_divergence,
     describe_event,
     describe_failure,
     explain_verdict,
@@ -371,7 +370,7 @@ resume. `elastic-resume diff` of two nodes' checkpoints names the tensors.
 )
 def test_people_are_told_who_differs_and_what_to_do(verdict: DivergenceVerdict, expected: str) -> None:
     """The whole sentence."""
-    assert describe_divergence(verdict) == " ".join(expected.split())
+    assert describe(ReplicasDiffer(verdict)) == " ".join(expected.split())
 
 
 @given(
@@ -382,6 +381,6 @@ def test_whatever_a_peer_calls_a_verdict_can_be_said(
     camps: tuple[tuple[str, ...], ...], wrong: tuple[str, ...]
 ) -> None:
     """In one line of bounded length."""
-    text = describe_divergence(DivergenceVerdict(1, 0, camps, wrong))
+    text = describe(ReplicasDiffer(DivergenceVerdict(1, 0, camps, wrong)))
     assert text.isprintable()
     assert len(text) < 5000

@@ -20,15 +20,13 @@ from typing import Any
 import pytest
 
 from elastic_resume.checkpoint.atomic_io import Disk
-from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import MachineError
-from elastic_resume.policy.digests import is_digest
 from elastic_resume.slots import committer as committers
-from elastic_resume.slots.committer import CheckpointCommitter, SnapshotDigester, digest_image
+from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
 from elastic_resume.slots.slot_memory import ControlBlock, Slot, encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
@@ -653,96 +651,3 @@ def test_checkpoint_quarantined_by_resume_is_written_again(fixture: CommitterFix
     path.rename(path.with_name("quarantined"))
     committer.commit(write_snapshot(fixture.slot(1), 9))
     assert fixture.committed_names() == [checkpoint_name(1, 9)]
-
-
-# ---- digests -----------------------------------------------------------------------------------------------
-
-DIGEST_SPECS = (
-    TensorSpec("fc.weight", "F32", (5, 7)),
-    TensorSpec("bn.running_mean", "F32", (7,)),
-    TensorSpec("nothing", "F32", (0, 3)),
-    TensorSpec("fc.bias", "BF16", (5,)),
-    TensorSpec("step", "I64", ()),
-    TensorSpec("mask", "BOOL", (3,)),
-)
-DIGEST_LAYOUT = Layout.build(DIGEST_SPECS)
-FOLLOWS = ("bn.running_mean", "scheduler")
-ZEROS = DIGEST_LAYOUT.header + bytes(DIGEST_LAYOUT.total_bytes - len(DIGEST_LAYOUT.header))
-
-
-def digest_of(image: bytes, layout: Layout = DIGEST_LAYOUT) -> str | None:
-    """Return the digest of an image that does not change."""
-    return digest_image(memoryview(image), layout, FOLLOWS)
-
-
-def flipped(place: int) -> bytes:
-    """Return the image with one flipped bit."""
-    return ZEROS[:place] + bytes([ZEROS[place] ^ 1]) + ZEROS[place + 1 :]
-
-
-@pytest.mark.parametrize("pieces", [1, 3, 1 << 20])
-def test_digest_covers_every_byte_of_included_tensors(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result does not depend on the chunk size."""
-    before = digest_of(ZEROS)
-    monkeypatch.setattr(committers, "DIGEST_CHUNK_BYTES", pieces)
-    assert is_digest(before)
-    assert digest_of(ZEROS) == before
-    for name, extent in DIGEST_LAYOUT.extents.items():
-        for place in range(extent.start, extent.stop):
-            assert (digest_of(flipped(place)) == before) == (name in FOLLOWS)
-
-
-def test_digest_differs_for_other_shape_or_dtype() -> None:
-    """Two different scripts may hold the same zeros."""
-    kinds = [("F32", (6,)), ("F32", (2, 3)), ("F32", (3, 2)), ("I32", (6,))]
-    found = set()
-    for dtype, shape in kinds:
-        layout = Layout.build([TensorSpec("t", dtype, shape)])
-        found.add(digest_of(layout.header + bytes(24), layout))
-    assert len(found) == len(kinds)
-
-
-def test_overwritten_snapshot_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`is_current` is checked before every chunk."""
-    monkeypatch.setattr(committers, "DIGEST_CHUNK_BYTES", 16)
-    current = iter([True, True, True, False])
-    assert digest_image(memoryview(ZEROS), DIGEST_LAYOUT, FOLLOWS, is_current=lambda: next(current)) is None
-    assert not list(current)
-
-
-def test_digester_skips_what_is_missing_late_or_overwritten(
-    fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It goes on with the next snapshot; equal bytes have equal digests."""
-    monkeypatch.setattr(committers, "DIGEST_TIMEOUT_S", 0.05)
-    found: list[tuple[int, int, str]] = []
-    control = fixture.committer.slot_pool.control_block
-    digester = SnapshotDigester(fixture.committer.slot_pool)
-    digester.on_digest = lambda *digest: found.append(digest)
-    digester.start()
-    digester.enqueue(encode_snapshot_id(9, 9))
-    digester.enqueue(write_snapshot(fixture.slot(0), 1, share_count=2))
-    damaged = write_snapshot(fixture.slot(1), 2)
-    fixture.slot(1).memory[fixture.slot(1).record.get("dynamic_offset")] = 0
-    digester.enqueue(damaged)
-    whole = write_snapshot(fixture.slot(2), 3)
-    digester.enqueue(whole)
-    digester.enqueue(whole)
-    wait_until(lambda: len(found) == 2)
-    assert found[0] == found[1]
-    assert found[0][:2] == (1, 3)
-    assert is_digest(found[0][2])
-    slot, digest = fixture.slot(2), committers.digest_image
-
-    def overwrite(*args: Any, **kwargs: Any) -> str | None:
-        result = digest(*args, **kwargs)
-        slot.record.set("snapshot_id", 0)
-        return result
-
-    monkeypatch.setattr(committers, "digest_image", overwrite)
-    control.set("digest_cpu_us", 1 << 40)
-    digester.enqueue(whole)
-    wait_until(lambda: not slot.record.get("snapshot_id") and not slot.record.get("soft_pinned"))
-    digester.close()
-    assert len(found) == 2
-    assert control.get("digest_cpu_us") == 1 << 40, "a lower bound"

@@ -95,10 +95,10 @@ def test_server_carries_out_requests_without_answer(
 ) -> None:
     """An answered request behind them shows that they were handled."""
     compared: list[tuple[int, int]] = []
-    monkeypatch.setattr(server._committer, "request_comparison", lambda *request: compared.append(request))
+    monkeypatch.setattr(server._committer, "offer_snapshot", lambda *request: compared.append(request))
     client = SnapshotClient(server.socket_name)
     client.send("start_generation", trusted_version=trusted, keep=7)
-    client.send("compare", snapshot_id=5, generation=2)
+    client.send("offer", snapshot_id=5, generation=2)
     client.call("reserve", bytes=1)
     assert server._committer._writer._retention == RetentionPolicy(trusted, 7)
     assert server._committer._writer._trusted_versions == ({trusted} if trusted else set())

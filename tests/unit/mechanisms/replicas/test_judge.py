@@ -15,9 +15,9 @@ from elastic_resume.mechanisms.replicas.judge import (
     MAX_STEPS_KEPT,
     ReplicaComparison,
     StateDigest,
+    is_digest_due,
 )
-from elastic_resume.policy.digests import Digest, DivergenceVerdict, is_digest_due
-from elastic_resume.policy.restart import ReplicasDiffer
+from elastic_resume.policy.restart import DivergenceVerdict, ReplicasDiffer
 from elastic_resume.rendezvous.core.interface import RendezvousSettings, Send
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat
@@ -27,7 +27,7 @@ from tests.support.rendezvous_sim.network import Clock, Network
 from tests.support.rendezvous_sim.scenario import Scenario
 from tests.support.rendezvous_sim.simulated_node import SimulatedNode
 
-ONE, OTHER = Digest("1" * 32), Digest("2" * 32)
+ONE, OTHER = "1" * 32, "2" * 32
 
 
 class Setting:
@@ -37,7 +37,7 @@ class Setting:
         self.now = 0.0
         self.comparison = ReplicaComparison(Scope(7, tuple(names), "a", 1.0))
 
-    def add_digests(self, step: int, names: str, digests: Sequence[Digest]) -> None:
+    def add_digests(self, step: int, names: str, digests: Sequence[str]) -> None:
         """Deliver one heartbeat of each of these members."""
         for name, digest in zip(names, digests, strict=True):
             self.comparison.add(name, make_fact(7, step, digest), self.now)
@@ -86,7 +86,7 @@ def test_verdict_falls_when_enough_is_known(
 ) -> None:
     """It names the nodes outside a majority of all members."""
     setting = Setting(names)
-    setting.add_digests(64, names[: len(digests)], [Digest(digit * 32) for digit in digests])
+    setting.add_digests(64, names[: len(digests)], [digit * 32 for digit in digests])
     *early, last = waits
     assert not any(map(setting.wait, early))
     groups, diverged = verdict

@@ -9,16 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy.checkpoint_interval import AUTO, MAX_OVERHEAD_SHARE, IntervalSetting
-from elastic_resume.policy.digests import (
+from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.replicas.judge import (
     MAX_DIGEST_INTERVAL,
-    DivergenceVerdict,
+    ReplicaComparison,
+    StateDigest,
     choose_common_step,
     digest_interval_steps,
     find_diverged_nodes,
-    is_digest,
     is_digest_due,
 )
+from elastic_resume.policy.checkpoint_interval import AUTO, MAX_OVERHEAD_SHARE, IntervalSetting
+from elastic_resume.policy.restart import DivergenceVerdict
+from elastic_resume.rendezvous.facts import Fact, Scope
 
 numbers = st.floats(0, 1e12) | st.just(math.nan) | st.just(math.inf)
 
@@ -111,8 +114,11 @@ def test_nodes_with_other_heartbeats_tell_of_common_steps(gaps: list[int], start
 
 def test_what_is_a_digest_and_what_is_not() -> None:
     """32 digits in lower case; nothing else."""
-    assert is_digest("0f" * 16)
-    assert not any(map(is_digest, ["", "0f" * 15, "0F" * 16, "0f" * 16 + "\n", b"0f" * 16, None, 5]))
+    judge = ReplicaComparison(Scope(1, ("a", "b"), "a", 3.0))
+    judge.add("a", Fact("state-digest", 1, encode_body(StateDigest(1, "0f" * 16))), 0.0)
+    for text in ("", "0f" * 15, "0F" * 16, "0f" * 16 + "\n"):
+        with pytest.raises(ValueError, match="digest"):
+            judge.add("a", Fact("state-digest", 1, encode_body(StateDigest(1, text))), 0.0)
 
 
 # ---- who is wrong --------------------------------------------------------------------------------------
