@@ -50,7 +50,12 @@ from elastic_resume.policy.hangs import (
 )
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.wording import describe_diagnosis, describe_finding
-from elastic_resume.slots.progress_page import ProgressRecord, WorkerProcess, read_records, read_start_ticks
+from elastic_resume.slots.progress_page import (
+    ProgressRecord,
+    WorkerProcess,
+    read_own_records,
+    read_start_ticks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -176,16 +181,9 @@ class HangDetector:
 
     def _read_progress(self) -> list[ProgressRecord]:
         """Read the records of the current generation's workers."""
-        path, agent, generation = (
-            self._node_dir / constants.PROGRESS_FILE,
-            os.getpid(),
-            self._get_generation(),
-        )
-        return [
-            record
-            for record in read_records(path, self._local_world_size)
-            if record.worker.assigned_generation == generation > 0 and record.worker.agent_pid == agent
-        ]
+        generation = self._get_generation()
+        records = read_own_records(self._node_dir, self._local_world_size)
+        return [record for record in records if record.worker.assigned_generation == generation > 0]
 
     def _judge_live_workers(self, records: Sequence[ProgressRecord]) -> HangDecision:
         """Judge again the live workers whose hang was not reported yet.

@@ -28,6 +28,7 @@ from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.snapshots import serve_snapshots
 from elastic_resume.agent.status_reporter import EventTail, StatusReporter, StatusSampler
+from elastic_resume.agent.workers import worker_request
 from elastic_resume.agent.workers.forkserver_manager import (
     ForkServerManager,
     PreforkedServer,
@@ -254,10 +255,12 @@ class _Agent:
             spec.config.nproc_per_node,
             spec.rendezvous_config.settings.node_timeout_s,
             self.event_log.emit,
-            self.controller.has_resumed,
+            self.controller.read_evidence,
             self.shutdown_controller.request_drain,
             vars(self.args),
             committer,
+            torchelastic.find_early_start(spec),
+            lambda local_rank: worker_request.is_parked(str(local_rank)),
         )
         self.controller.parts = parts = make_agent_parts(context)
         try:

@@ -18,27 +18,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_resume import constants, events
+from elastic_resume import events
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
 from elastic_resume.agent.restart_log import RestartLog
 from elastic_resume.agent.status_reporter import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
 from elastic_resume.mechanisms.mechanism import AgentPart
-from elastic_resume.mechanisms.standbys.start_cost import StartCost, find_start_cost
 from elastic_resume.policy import checkpoint_interval, failure_classification, restart
 from elastic_resume.policy.failure_classification import Failure, FailureVerdict, separate_root_causes
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.restart import Continue, Exclude, GaveUp, GenerationResult, GiveUp
 from elastic_resume.policy.wording import describe, format_node_names
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
-from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, read_records
+from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, read_own_records
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +94,6 @@ class RestartController:
     def read_evidence(self) -> list[events.Event]:
         """Return the events of this generation by which this agent decides. From any thread."""
         return self._evidence.read()
-
-    def find_start_cost(self) -> StartCost | None:
-        """Return what the workers of this generation have needed to start, if they can keep their process."""
-        return find_start_cost(self.read_evidence())
 
     def has_resumed(self) -> bool:
         """Return whether a worker of this generation has come out of `er.resume`. From any thread."""
@@ -350,14 +344,9 @@ class RestartController:
             event for event in self._read_events(self._log_offset) if event["event"] in {"step", "commit"}
         ]
         # In a container every agent has the same pid, but no agent of this node reuses a generation.
-        records = read_records(self._events_path.with_name(constants.PROGRESS_FILE), MAX_LOCAL_RANKS)
-        own = (os.getpid(), self.generation)
-        steps = [
-            record.step
-            for record in records
-            if (record.worker.agent_pid, record.worker.assigned_generation) == own
-        ]
-        return [*logged, *({"event": "step", "step": step} for step in steps)]
+        records = read_own_records(self._events_path.parent, MAX_LOCAL_RANKS)
+        own = (record for record in records if record.worker.assigned_generation == self.generation)
+        return [*logged, *({"event": "step", "step": record.step} for record in own)]
 
     def _read_events(self, offset: int) -> list[events.Event]:
         """Return the node's events from byte ``offset`` on, up to the first read error."""

@@ -32,7 +32,7 @@ from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, encode_reply
 from elastic_resume.report.generations import MAX_FAILURE_EVENTS, MAX_GENERATIONS, GenerationTracker
 from elastic_resume.slots import slot_memory
-from elastic_resume.slots.progress_page import read_records
+from elastic_resume.slots.progress_page import read_own_records
 from elastic_resume.slots.slot_memory import SlotState, decode_snapshot_id
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,7 @@ class StatusSampler:
         describe_problem: Callable[[], str],
     ) -> None:
         """``describe_problem`` describes what is wrong with the node's disk or memory; "" for nothing."""
-        self._progress_page_path = node_dir / constants.PROGRESS_FILE
-        self._pid = os.getpid()
+        self._node_dir = node_dir
         self._local_world_size = local_world_size
         self._read_slot_states = read_slot_states
         self._describe_problem = describe_problem
@@ -94,11 +93,7 @@ class StatusSampler:
     def sample(self) -> NodeStatus:
         """Return the node's status now."""
         now = time.monotonic()
-        records = [
-            record
-            for record in read_records(self._progress_page_path, self._local_world_size)
-            if record.worker.agent_pid == self._pid
-        ]
+        records = read_own_records(self._node_dir, self._local_world_size)
         generation = max((record.generation for record in records), default=0)
         # Ranks finish a step together, so the slowest one shows the node's step.
         step = min((record.step for record in records if record.generation == generation), default=0)
@@ -287,8 +282,6 @@ class StatusReporter:
                 self._tracker.record_event(event)
         for event in events:
             self._sampler.record_event(event)
-            for part in self._parts:
-                part.handle_event(event)
         values = [(member, part.update(self._client)) for part, member in self._parts.items()]
         members = tuple(
             (member.name, encode_body(value)) for member, value in values if member and value is not None

@@ -18,11 +18,14 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -44,8 +47,8 @@ from elastic_resume.agent import options, run_help
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status_reporter import StatusReporter
 from elastic_resume.agent.temporary_dir import make_temporary_dir
+from elastic_resume.agent.workers import forkserver
 from elastic_resume.agent.workers.lease_page import LeasePage
-from elastic_resume.agent.workers.standby import StandbyWorkers
 from elastic_resume.agent.workers.supervisor import read_drain_signals
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import (
@@ -56,7 +59,6 @@ from elastic_resume.errors import (
     RendezvousLostError,
 )
 from elastic_resume.mechanisms.registry import TOPICS
-from elastic_resume.mechanisms.standbys.start_cost import read_start_cost, send_start_cost
 from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
 from elastic_resume.policy.restart import GenerationReport
@@ -92,6 +94,11 @@ UNLIMITED_RESTARTS = 1_000_000
 # How often torchelastic polls its workers and asks whether the view has ended. A restart waits for it on the
 # node that failed, then on the others. 0.015 s costs the agent 0.6 % of a core.
 MONITOR_INTERVAL_S = 0.015
+# What a worker does before its node joins is no part of a generation, so it cannot write events either.
+GENERATION_VARIABLES = {name.decode() for name in forkserver.VARIABLES_OF_A_GENERATION} | {
+    *("TORCHELASTIC_ERROR_FILE", constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
+    *(constants.ENV_EVIDENCE, constants.ENV_EVENTS_PATH),
+}
 LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
 
 
@@ -102,7 +109,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self,
         client: RendezvousClient,
         controller: RestartController,
-        standby: StandbyWorkers,
         *,
         host: str,
         store_port: int,
@@ -117,7 +123,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """
         self._client = client
         self._controller = controller
-        self._standby = standby
         self._host, self._store_port = host, store_port
         self._local_world_size = local_world_size
         self._node_order = node_order
@@ -164,9 +169,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """Judge the last generation, join the next view, and judge again with all nodes' failures."""
         self._client.raise_if_over()
         last_world, view_end = self._world, self._client.view_end
-        newest_step, start_cost = 0, self._controller.find_start_cost()
-        if start_cost is not None:
-            send_start_cost(self._client, start_cost)
+        newest_step = 0
         if last_world is not None:
             summary = self._report_failure(last_world)
             newest_step = summary.newest_step
@@ -183,20 +186,21 @@ class ElasticRendezvousHandler(RendezvousHandler):
             script=self._script,
             arguments=self._arguments,
         )
-        self._standby.start_missing(start_cost or read_start_cost(self._client))
+        self._act_before_join()
         try:
-            world = self._client.join(
-                join_spec, lambda: self._standby.start_missing(read_start_cost(self._client))
-            )
+            world = self._client.join(join_spec, self._act_before_join)
         except JobCompleted:
             raise SystemExit(0) from None
-        self._standby.wait_for_supervisors(lambda: self._client.restart_requested)
         if world.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
         changed = last_world is None or not _has_same_members(last_world, world)
         self._controller.start_generation(world, membership_changed=changed)
         self._world, self._logged_start = world, False  # an excluded node reports nothing about this view
         return world
+
+    def _act_before_join(self) -> None:
+        for part in self._controller.parts:
+            part.before_join()
 
     def _report_failure(self, world: StartWorkers) -> GenerationReport:
         """Report to the leader how a worker of this node failed, if one did, before any decision."""
@@ -594,7 +598,6 @@ def run_workers(
     config = spec.config
     signals = _stop_signals(config)
     previous = {number: signal.getsignal(number) for number in signals}
-    standby = _create_standby_workers(spec, session.client)
 
     def create_handler(_: RendezvousParameters) -> RendezvousHandler:
         # torchelastic handles these once the first workers start, but a rendezvous can last minutes.
@@ -603,7 +606,6 @@ def run_workers(
         return ElasticRendezvousHandler(
             session.client,
             controller,
-            standby,
             host=session.host,
             store_port=spec.store_port,
             local_world_size=config.nproc_per_node,
@@ -630,7 +632,6 @@ def run_workers(
         session.client.fail_job(job_failure)
         raise JobFailedError(describe(job_failure), reason=job_failure) from error
     finally:
-        standby.close()
         for part in controller.parts:
             part.close()
         for number, handler in previous.items():
@@ -640,17 +641,34 @@ def run_workers(
         raise JobFailedError(describe(job_end.reason), reason=job_end.reason)
 
 
-def _create_standby_workers(spec: LaunchSpec, client: RendezvousClient) -> StandbyWorkers:
+def find_early_start(spec: LaunchSpec) -> Callable[[int, int], subprocess.Popen[bytes]] | None:
+    """Return what starts the launcher shim of a local rank before its node joins; None if nothing can.
+
+    It takes the size of the worker's state too. The shim exits with `constants.EXIT_PARKED` when its worker
+    is parked.
+    """
     config = spec.config
     # Other nodes never train without a single node. torchelastic gives a worker its GPU or its processors.
     is_placed = getattr(config, "virtual_local_rank", False) or getattr(config, "numa_options", None)
-    return StandbyWorkers(
-        [str(spec.entrypoint), *spec.args],
-        config.nproc_per_node,
-        on_begin=client.begin_preparation,
-        on_end=client.finish_preparation,
-        is_possible=spec.worker_command is not None and config.max_nodes > 1 and not is_placed,
-    )
+    if spec.worker_command is None or config.max_nodes == 1 or is_placed:
+        return None
+    return partial(start_early, [str(spec.entrypoint), *spec.args], config.nproc_per_node)
+
+
+def start_early(
+    command: Sequence[str], local_world_size: int, local_rank: int, state_bytes: int
+) -> subprocess.Popen[bytes]:
+    """Start a launcher shim without a generation, as torchelastic does: ``command`` may have its macros."""
+    environ = {k: v for k, v in os.environ.items() if k not in GENERATION_VARIABLES}
+    environ |= {
+        constants.ENV_STANDBY: "1",
+        constants.ENV_STATE_BYTES: str(state_bytes),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "TORCHELASTIC_RUN_ID": os.environ.get(constants.ENV_RUN_ID, ""),
+    }
+    words = [Template(word).safe_substitute(local_rank=local_rank) for word in command]
+    return subprocess.Popen(words, env=environ, start_new_session=True)
 
 
 def _make_failure(node: str, error: ChildFailedError) -> Failure:

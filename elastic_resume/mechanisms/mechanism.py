@@ -7,8 +7,9 @@ elastic_resume knows it by its entry in `mechanisms.registry` alone.
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,6 +20,8 @@ from elastic_resume.rendezvous.facts import FactBody, Topic
 from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_json_value, to_json_value
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
     from torch.nn.parallel import DistributedDataParallel
 
     from elastic_resume.policy.failure_classification import Failure
@@ -42,28 +45,6 @@ class StepObserver:
         """Observe no more."""
 
 
-class StepObservers(StepObserver):
-    """The observers of all mechanisms as one."""
-
-    def __init__(self, observers: Iterable[StepObserver]) -> None:
-        self._observers = tuple(observers)
-
-    def watch(self, ddp: DistributedDataParallel) -> None:
-        """Note a wrapper."""
-        for observer in self._observers:
-            observer.watch(ddp)
-
-    def end_step(self) -> None:
-        """Note the end of a step."""
-        for observer in self._observers:
-            observer.end_step()
-
-    def close(self) -> None:
-        """Observe no more."""
-        for observer in self._observers:
-            observer.close()
-
-
 class ReadingCosts(NamedTuple):
     """What it costs this node to have a snapshot read at a step; None before it is measured."""
 
@@ -85,28 +66,32 @@ class AgentContext(NamedTuple):
     node_timeout_s: float
     emit: Callable[..., Any]
     """It takes an event's kind and fields."""
-    has_resumed: Callable[[], bool]
-    """Return whether a worker of this generation has come out of `er.resume`."""
+    read_evidence: Callable[[], list[Event]]
+    """Return the events of this generation of the kinds `events.FAILURE_EVIDENCE_KINDS`."""
     drain: Callable[[str], None]
     """Drain this node alone; it takes the cause. Safe in any thread."""
     settings: Mapping[str, Any]
     """The parsed value of each `Option` by its field."""
     committer: CheckpointCommitter
+    start_early: Callable[[int, int], Popen[bytes]] | None
+    """Start the launcher shim of a local rank before its generation is known, with the size of its state."""
+    is_parked: Callable[[int], bool]
+    """Return whether the worker of a local rank waits for its next generation."""
     word: int | None = None
     """With a step observer: the place of its word in `ProgressRecord.measurements`."""
 
 
 class AgentPart:
-    """A mechanism's part in an agent; its status thread calls the first two methods."""
-
-    def handle_event(self, event: Event) -> None:
-        """Note a new event of this node."""
+    """A mechanism's part in an agent; its status thread calls the first method."""
 
     def update(self, client: RendezvousClient) -> object:
         """Act once a second; return the node's `StatusMember`, or None."""
 
     def start(self, client: RendezvousClient) -> None:
         """Begin, before the node joins a view."""
+
+    def before_join(self) -> None:
+        """Act before the node joins a view, and when a verdict changes meanwhile; in the main thread."""
 
     def begin_generation(self, world: StartWorkers) -> None:
         """Note that the workers of a view start now."""
@@ -169,6 +154,15 @@ class Mechanism:
     status: StatusMember | None = None
     gauge: Gauge | None = None
     options: tuple[Option, ...] = ()
+
+
+def lazily(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that calls ``name`` of a mechanism's module, and imports the module only then."""
+
+    def call(*args: Any) -> Any:
+        return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args)
+
+    return call
 
 
 def encode_body(value: Any) -> FactBody:

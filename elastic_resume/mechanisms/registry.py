@@ -12,7 +12,6 @@ from elastic_resume.mechanisms.mechanism import (
     Mechanism,
     StatusMember,
     StepObserver,
-    StepObservers,
 )
 from elastic_resume.mechanisms.preemption import PREEMPTION
 from elastic_resume.mechanisms.replicas import REPLICAS
@@ -38,11 +37,10 @@ _OBSERVER_MAKERS = tuple(mechanism.make_observer for mechanism in MECHANISMS if 
 
 def make_step_observers(
     record: Callable[[int, int], None], count_collectives: Callable[[], int]
-) -> StepObserver:
+) -> list[StepObserver]:
     """Return the observers of one generation; ``record`` takes the place of a word and its value."""
-    return StepObservers(
-        make(functools.partial(record, word), count_collectives) for word, make in enumerate(_OBSERVER_MAKERS)
-    )
+    makers = enumerate(_OBSERVER_MAKERS)
+    return [make(functools.partial(record, word), count_collectives) for word, make in makers]
 
 
 def make_agent_parts(context: AgentContext) -> dict[AgentPart, StatusMember | None]:

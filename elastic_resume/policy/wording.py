@@ -12,7 +12,6 @@ from enum import Enum
 from itertools import groupby
 from typing import Any
 
-from elastic_resume.constants import EXIT_NO_STANDBY
 from elastic_resume.policy import failure_classification as failures
 from elastic_resume.policy import reasons, restart
 from elastic_resume.policy.failure_classification import (
@@ -353,36 +352,16 @@ def describe_memory(memory: MemoryPressure) -> str:
     return "; ".join(texts)
 
 
-def describe_standby_start(ranks: Sequence[int], kept: Sequence[int], start_s: float) -> str:
-    """Return the line of a node that starts the workers of ``ranks`` before it joins."""
-    keep = "keeps its process" if len(kept) == 1 else "keep their processes"
-    start = "starts" if len(ranks) == 1 else "start"
-    return (
-        f"{f'local {_name_ranks(kept)} {keep}; ' if kept else ''}local {_name_ranks(ranks)} {start} before "
-        f"this node joins, which takes about {start_s:.0f} s. Other nodes that are enough train meanwhile."
-    )
-
-
-def describe_standby_failure(local_rank: int, exit_code: int) -> str:
-    """Return the line of a node whose worker could not start before the node joined."""
-    why = f"it was killed by signal {-exit_code}" if exit_code < 0 else f"it ended with exit code {exit_code}"
-    if exit_code == EXIT_NO_STANDBY:
-        why = "no worker can start ahead, as its own line above says"
-    return (
-        f"local rank {local_rank} did not reach er.resume() before this node joined: {why}. Until this agent "
-        "ends, the node joins first and the others wait for its workers' start."
-    )
-
-
 def describe_not_parked(ranks: Sequence[int]) -> str:
     """Return the line about workers that did not leave the function of `run.restartable` in time."""
     return (
-        f"{_name_ranks(ranks)} did not leave the restartable function within 2 s, so a new process starts: "
+        f"{name_ranks(ranks)} did not leave the restartable function within 2 s, so a new process starts: "
         "look for a call that never returns to Python, or an `except BaseException` that swallows everything."
     )
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 1`` or ``ranks 0, 2``."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 

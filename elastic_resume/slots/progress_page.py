@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import translate_os_errors
 
 MAX_LOCAL_RANKS = 1024
@@ -206,6 +207,12 @@ def read_records(path: Path, local_ranks: int) -> list[ProgressRecord]:
             records = (_parse_record(local_rank, steps, details) for local_rank in range(count))
             return [record for record in records if record is not None]
     return []
+
+
+def read_own_records(node_dir: Path, local_ranks: int) -> list[ProgressRecord]:
+    """Read the records of the calling agent's workers."""
+    records = read_records(node_dir / constants.PROGRESS_FILE, local_ranks)
+    return [record for record in records if record.worker.agent_pid == os.getpid()]
 
 
 def _parse_record(local_rank: int, step_words: bytes, detail_words: bytes) -> ProgressRecord | None:

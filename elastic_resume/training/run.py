@@ -216,7 +216,8 @@ class Run:
                 )
             if name is not None and isinstance(wrapper, DistributedDataParallel):
                 self._bucket_order.prepare(name, inner, wrapper)
-                self._observers.watch(wrapper)
+                for observer in self._observers:
+                    observer.watch(wrapper)
                 self._wrappers.add(wrapper)
             return model
         if self._is_restartable:
@@ -226,7 +227,8 @@ class Run:
             wrapped = ddp.wrap(model, is_tracked=name is not None, **ddp_kwargs)
             if name is not None:
                 self._bucket_order.prepare(name, inner, wrapped)
-                self._observers.watch(wrapped)
+                for observer in self._observers:
+                    observer.watch(wrapped)
         self._wrappers.add(wrapped)
         return wrapped
 
@@ -405,7 +407,8 @@ class Run:
         self._record_step(position)
         if is_drained:
             self._drain_request.terminate_process()
-        self._observers.end_step()
+        for observer in self._observers:
+            observer.end_step()
         self._first_steps.end_step()
 
     def _record_step(self, position: Position) -> None:
@@ -783,7 +786,8 @@ class Run:
         else:
             self._stop_waiting_for_peers()
         atexit.unregister(self._release)  # the registration would keep this run and its slots alive
-        self._observers.close()
+        for observer in self._observers:
+            observer.close()
         self._heartbeat.close()
         self._bucket_order.close()
         self._first_steps.close()

@@ -10,13 +10,6 @@
 
 from __future__ import annotations
 
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, Mechanism
+from elastic_resume.mechanisms.mechanism import Mechanism, lazily
 
-
-def _make_agent_part(context: AgentContext) -> AgentPart:
-    from elastic_resume.mechanisms.gpu_health.monitor import GpuMonitor  # noqa: PLC0415 - agents only
-
-    return GpuMonitor(context)
-
-
-GPU_HEALTH = Mechanism(make_agent_part=_make_agent_part)
+GPU_HEALTH = Mechanism(make_agent_part=lazily("gpu_health.monitor", "GpuMonitor"))

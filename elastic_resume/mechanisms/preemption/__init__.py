@@ -8,15 +8,9 @@
 from __future__ import annotations
 
 from elastic_resume.events import Event
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, AlertKind, Mechanism
+from elastic_resume.mechanisms.mechanism import AlertKind, Mechanism, lazily
 from elastic_resume.mechanisms.preemption.sources import parse_source
 from elastic_resume.option import Option
-
-
-def _make_agent_part(context: AgentContext) -> AgentPart:
-    from elastic_resume.mechanisms.preemption.watcher import NoticeWatcher  # noqa: PLC0415 - agents only
-
-    return NoticeWatcher(context)
 
 
 def _describe_notice(event: Event) -> str:
@@ -26,7 +20,7 @@ def _describe_notice(event: Event) -> str:
 
 
 PREEMPTION = Mechanism(
-    make_agent_part=_make_agent_part,
+    make_agent_part=lazily("preemption.watcher", "NoticeWatcher"),
     alerts=(AlertKind("preemption-notice", _describe_notice),),
     options=(
         Option(

@@ -12,14 +12,8 @@ The ranks' own comparisons, which need no agent, are those of `restore.replica_c
 from __future__ import annotations
 
 from elastic_resume.events import Event
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, AlertKind, Mechanism
+from elastic_resume.mechanisms.mechanism import AlertKind, Mechanism, lazily
 from elastic_resume.mechanisms.replicas.judge import DIGESTS, is_comparison_due
-
-
-def _make_agent_part(context: AgentContext) -> AgentPart:
-    from elastic_resume.mechanisms.replicas.digester import SnapshotDigester  # noqa: PLC0415 - agents only
-
-    return SnapshotDigester(context)
 
 
 def _describe_difference(event: Event) -> str:
@@ -30,7 +24,7 @@ def _describe_difference(event: Event) -> str:
 
 REPLICAS = Mechanism(
     topic=DIGESTS,
-    make_agent_part=_make_agent_part,
+    make_agent_part=lazily("replicas.digester", "SnapshotDigester"),
     is_reading_due=is_comparison_due,
     alerts=(AlertKind("replicas-differ", _describe_difference, is_bad=True),),
 )

@@ -11,28 +11,13 @@ all nodes at the leader, and `reporter` of the slow rank's node emits these even
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, Mechanism, StepObserver
+from elastic_resume.mechanisms.mechanism import Mechanism, lazily
 from elastic_resume.mechanisms.slow_ranks import description, judge
-
-
-def _make_observer(record: Callable[[int], None], count_collectives: Callable[[], int]) -> StepObserver:
-    from elastic_resume.mechanisms.slow_ranks.own_time import OwnTime  # noqa: PLC0415 - needs torch
-
-    return OwnTime(record, count_collectives)
-
-
-def _make_agent_part(context: AgentContext) -> AgentPart:
-    from elastic_resume.mechanisms.slow_ranks.reporter import SlowRankReporter  # noqa: PLC0415 - agents only
-
-    return SlowRankReporter(context)
-
 
 SLOW_RANKS = Mechanism(
     topic=judge.OWN_TIMES,
-    make_observer=_make_observer,
-    make_agent_part=_make_agent_part,
+    make_observer=lazily("slow_ranks.own_time", "OwnTime"),
+    make_agent_part=lazily("slow_ranks.reporter", "SlowRankReporter"),
     alerts=description.ALERTS,
     status=description.STATUS,
     gauge=description.GAUGE,

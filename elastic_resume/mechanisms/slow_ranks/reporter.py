@@ -6,16 +6,14 @@ The leader compares the ranks of all nodes. Nothing else follows: no rank is sto
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import asdict
 
-from elastic_resume import constants, gpus
-from elastic_resume.events import Event
+from elastic_resume import gpus
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, decode_body, encode_body
 from elastic_resume.mechanisms.slow_ranks.description import SlowRankStatus, describe_slow_rank
 from elastic_resume.mechanisms.slow_ranks.judge import OWN_TIMES, OwnTimes, SlowRank
 from elastic_resume.rendezvous.client import RendezvousClient
-from elastic_resume.slots.progress_page import read_records
+from elastic_resume.slots.progress_page import read_own_records
 
 logger = logging.getLogger(__name__)
 
@@ -24,26 +22,16 @@ class SlowRankReporter(AgentPart):
     """Reports the slow rank of one node."""
 
     def __init__(self, context: AgentContext) -> None:
-        self._progress_page_path = context.node_dir / constants.PROGRESS_FILE
-        self._pid = os.getpid()
+        self._node_dir = context.node_dir
         self._local_world_size = context.local_world_size
         self._emit, self._word = context.emit, context.word or 0
-        self._gpus: dict[object, str] = {}  # by rank
+        self._read_evidence = context.read_evidence
         self._generation = 0
         self._named: SlowRankStatus | None = None
 
-    def handle_event(self, event: Event) -> None:
-        """Note the GPU of a worker that starts."""
-        if event["event"] == "worker-start":
-            self._gpus[event.get("rank")] = str(event.get("gpu") or "")
-
     def update(self, client: RendezvousClient) -> SlowRankStatus | None:
         """Send the newest own times; return the slow rank if it is on this node."""
-        records = [
-            record
-            for record in read_records(self._progress_page_path, self._local_world_size)
-            if record.worker.agent_pid == self._pid
-        ]
+        records = read_own_records(self._node_dir, self._local_world_size)
         generation = max((record.worker.assigned_generation for record in records), default=0)
         running = {
             record.local_rank: record for record in records if record.worker.assigned_generation == generation
@@ -55,7 +43,8 @@ class SlowRankReporter(AgentPart):
         slow = decode_body(SlowRank, verdict.body) if verdict and verdict.generation == generation else None
         if slow and slow.node == client.node and slow.local_rank in running:
             rank = running[slow.local_rank].worker.rank
-            gpu = self._gpus.get(rank, "")
+            starts = [event for event in self._read_evidence() if event["event"] == "worker-start"]
+            gpu = next((str(event.get("gpu") or "") for event in starts if event.get("rank") == rank), "")
             load = gpus.describe_load(gpu) if gpu else ""
             status = SlowRankStatus(rank, slow.own_us / 1e6, slow.others_us / 1e6, gpu, load)
         if generation != self._generation:  # with its generation, the rank's slowness is over for certain

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, Mechanism
+from elastic_resume.mechanisms.mechanism import Mechanism, lazily
 from elastic_resume.mechanisms.unreachable_peers.judge import UNREACHABLE
 
-
-def _make_agent_part(context: AgentContext) -> AgentPart:
-    from elastic_resume.mechanisms.unreachable_peers.probe import PeerProbe  # noqa: PLC0415 - agents only
-
-    return PeerProbe(context)
-
-
-UNREACHABLE_PEERS = Mechanism(topic=UNREACHABLE, make_agent_part=_make_agent_part)
+UNREACHABLE_PEERS = Mechanism(
+    topic=UNREACHABLE,
+    make_agent_part=lazily("unreachable_peers.probe", "PeerProbe"),
+)

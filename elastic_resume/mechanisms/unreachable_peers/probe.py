@@ -51,7 +51,7 @@ class PeerProbe(AgentPart):
 
     def __init__(self, context: AgentContext) -> None:
         self._node_timeout_s = context.node_timeout_s
-        self._has_resumed = context.has_resumed
+        self._read_evidence = context.read_evidence
         self._client: RendezvousClient | None = None
         self._world: StartWorkers | None = None
         self._unreachable: list[Incarnation] = []
@@ -107,6 +107,10 @@ class PeerProbe(AgentPart):
         if world and (peers or self._unreachable):
             self._dial(world, peers)
         return self._node_timeout_s / ATTEMPTS
+
+    def _has_resumed(self) -> bool:
+        """Return whether a worker of this generation has come out of `er.resume`."""
+        return any(event["event"] == "worker-start" for event in self._read_evidence())
 
     def _report(self, generation: int, nodes: tuple[str, ...]) -> None:
         if self._client:

@@ -17,13 +17,10 @@ from elastic_resume import config, constants
 from elastic_resume.agent import torchelastic
 from elastic_resume.commands import doctor
 from elastic_resume.errors import NodeFileError
-from elastic_resume.mechanisms.mechanism import encode_body
-from elastic_resume.mechanisms.standbys.start_cost import START_COST, StartCost
 from elastic_resume.policy.restart import GaveUp, GenerationReport, RestartsExhausted
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.messages import FailJob, Header
 from elastic_resume.rendezvous.core.world import Incarnation
-from elastic_resume.rendezvous.facts import Fact
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.schedulers import environment
 from tests.unit.schedulers.test_environment import MINIMUM, OPERATOR, POD, SKYPILOT, STEP, TRAINER
@@ -198,15 +195,13 @@ def test_store_port_is_used_again_and_another_if_it_is_taken() -> None:
     assert torchelastic._start_store_server("127.0.0.1", port).port == port
 
 
-def make_handler(client: Mock, controller: Mock, standby: Mock) -> torchelastic.ElasticRendezvousHandler:
+def make_handler(client: Mock, controller: Mock) -> torchelastic.ElasticRendezvousHandler:
     """Return the handler of a node with one worker."""
     controller.report_generation.return_value = GenerationReport()
-    controller.parts = ()
     controller.mtbf_s, controller.limit_last_step.return_value = 60.0, ""
     return torchelastic.ElasticRendezvousHandler(
         client,
         controller,
-        standby,
         host="127.0.0.1",
         store_port=0,
         local_world_size=1,
@@ -220,10 +215,10 @@ def test_view_that_ended_before_its_workers_start_is_judged_all_the_same() -> No
     """Its failures may be why another node has left, and no later view carries them."""
     members = tuple(Incarnation(name, name, 1, f"{name}:1") for name in ("n0", "n1"))
     first = StartWorkers(3, 0, members, "n0:1", (1, 1))
-    client, controller = Mock(view_end=None, verdicts={}), Mock(**{"find_start_cost.return_value": None})
+    client, controller = Mock(view_end=None, verdicts={}), Mock(parts=())
     client.join.side_effect = [first, StartWorkers(4, 0, members[:1], "n0:1", (1,))]
     type(client).restart_requested = PropertyMock(side_effect=[True, False])
-    handler = make_handler(client, controller, Mock())
+    handler = make_handler(client, controller)
     assert handler.next_rendezvous().world_size == 1
     judged = [call.args[0].generation for call in controller.start_generation.call_args_list]
     assert judged == [3, 4]
@@ -236,33 +231,29 @@ def test_node_that_prepares_is_no_change_of_membership(
     """A failure of its worker counts, as it does where all nodes wait for it."""
     members = tuple(Incarnation(name, name, 1, f"{name}:1") for name in ("n0", "n1"))
     last = StartWorkers(4, 0, members[:1], "n0:1", (1,), preparing_nodes=preparing)
-    client, controller = Mock(view_end=None, verdicts={}), Mock(**{"find_start_cost.return_value": None})
+    client, controller = Mock(view_end=None, verdicts={}), Mock(parts=())
     client.join.side_effect = [StartWorkers(3, 0, members, "n0:1", (1, 1)), last]
     type(client).restart_requested = PropertyMock(side_effect=[True, False])
-    make_handler(client, controller, Mock()).next_rendezvous()
+    make_handler(client, controller).next_rendezvous()
     assert controller.start_generation.call_args.kwargs == {"membership_changed": is_change}
 
 
-def test_standby_begins_before_the_node_joins_and_when_it_learns_the_cost() -> None:
-    """Its own workers, or the leader, have measured how long a start takes."""
-    own, leaders = StartCost(20.0), StartCost(30.0)
+def test_mechanisms_act_before_the_node_joins_and_when_a_verdict_changes() -> None:
+    """Then the generation begins for them, before the workers start."""
     calls = Mock()
-    verdict = Fact(START_COST.name, 0, encode_body(leaders))
     calls.client.view_end, calls.client.restart_requested = None, False
-    calls.client.verdicts = {START_COST.name: verdict}
-    calls.controller.find_start_cost.return_value = own
-    member = Incarnation("n0", "n0", 1, "n0:1")
+    calls.controller.parts = [calls.part]
+    world = StartWorkers(3, 0, (Incarnation("n0", "n0", 1, "n0:1"),), "n0:1", (1,))
 
     def join(_: object, on_verdict: Callable[[], None]) -> StartWorkers:
         on_verdict()
-        return StartWorkers(3, 0, (member,), "n0:1", (1,))
+        return world
 
     calls.client.join.side_effect = join
-    make_handler(calls.client, calls.controller, calls.standby).next_rendezvous()
-    calls.client.send_fact.assert_called_once_with(START_COST.name, 0, encode_body(own))
-    begun = [c for c in calls.mock_calls if c[0] in {"client.join", "standby.start_missing"}]
-    assert [c[0] for c in begun] == ["standby.start_missing", "client.join", "standby.start_missing"]
-    assert [c.args for c in calls.standby.start_missing.mock_calls] == [(own,), (leaders,)]
+    make_handler(calls.client, calls.controller).next_rendezvous()
+    acts = [c[0] for c in calls.mock_calls if c[0] == "client.join" or c[0].startswith("part.")]
+    assert acts == ["part.before_join", "client.join", "part.before_join", "part.begin_generation"]
+    calls.part.begin_generation.assert_called_once_with(world)
 
 
 @pytest.mark.parametrize(("code", "name"), [(-9, "SIGKILL"), (3, "")])

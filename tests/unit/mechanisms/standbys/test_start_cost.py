@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_resume.events import Event
-from elastic_resume.mechanisms.standbys.start_cost import (
+from elastic_resume.mechanisms.standbys.judge import (
     STANDBY_AFTER_S,
     StartCost,
     choose_standby_ranks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_resume.mechanisms.mechanism import decode_body
-from elastic_resume.mechanisms.standbys.start_cost import START_COST, StartCost
+from elastic_resume.mechanisms.standbys.judge import START_COST, StartCost
 from tests.support.rendezvous_sim.scenario import Scenario
 
 COST, LATER_COST = StartCost(20.0, 1 << 30), StartCost(30.0, 1 << 30)

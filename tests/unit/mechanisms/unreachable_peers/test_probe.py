@@ -87,7 +87,9 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 @pytest.fixture
 def probe(network: Network, monkeypatch: pytest.MonkeyPatch) -> PeerProbe:
     """A probe on rank 1 of four nodes, which looks at each poll."""
-    made = PeerProbe(make_agent_context(has_resumed=lambda: network.has_resumed))
+    made = PeerProbe(
+        make_agent_context(read_evidence=lambda: [{"event": "worker-start"}] * network.has_resumed)
+    )
     monkeypatch.setattr(made._thread, "start", lambda: None)
     made.start(Mock(node="b", send_fact=network.keep_fact))
     made.begin_generation(start(1, "abcd"))

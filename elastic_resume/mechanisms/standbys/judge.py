@@ -5,16 +5,14 @@ Such a *standby* runs the script up to `er.resume()`, while the other nodes go o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from elastic_resume.constants import EXIT_NO_STANDBY
 from elastic_resume.events import Event, get_count, get_seconds
-from elastic_resume.mechanisms.mechanism import AgentPart, decode_body, encode_body
+from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.policy.wording import name_ranks
 from elastic_resume.rendezvous.facts import Fact, Judge, Judgment, Scope, Topic
-
-if TYPE_CHECKING:
-    from elastic_resume.rendezvous.client import RendezvousClient
 
 STANDBY_AFTER_S = 2.0  # a change of the world that takes the node in costs the others less than this
 
@@ -50,35 +48,6 @@ class StartCostJudge(Judge):
 START_COST = Topic("start-cost", StartCostJudge, is_of_job=True)
 
 
-class StartCostReporter(AgentPart):
-    """Sends what the workers that start on this node have needed."""
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-
-    def handle_event(self, event: Event) -> None:
-        """Keep an event until `update`."""
-        self._events.append(event)
-
-    def update(self, client: RendezvousClient) -> None:
-        """Send the greatest cost among the new events of workers that can keep their process."""
-        cost = find_start_cost(self._events)
-        self._events = []
-        if cost is not None:
-            send_start_cost(client, cost)
-
-
-def send_start_cost(client: RendezvousClient, cost: StartCost) -> None:
-    """Send what this node's workers have needed to start; a leader passes it on to all nodes."""
-    client.send_fact(START_COST.name, 0, encode_body(cost))
-
-
-def read_start_cost(client: RendezvousClient) -> StartCost | None:
-    """Return what the leader has passed on last."""
-    verdict = client.verdicts.get(START_COST.name)
-    return decode_body(StartCost, verdict.body) if verdict else None
-
-
 def find_start_cost(events: Iterable[Event]) -> StartCost | None:
     """Return the greatest cost among workers that can keep their process; None if there is none."""
     costs = [
@@ -104,3 +73,24 @@ def choose_standby_ranks(
     if cost is None or cost.start_s <= STANDBY_AFTER_S or not is_possible:
         return ()
     return tuple(rank for rank in range(local_world_size) if rank not in parked)
+
+
+def describe_start(ranks: Sequence[int], kept: Sequence[int], start_s: float) -> str:
+    """Return the line of a node that starts the workers of ``ranks`` before it joins."""
+    keep = "keeps its process" if len(kept) == 1 else "keep their processes"
+    start = "starts" if len(ranks) == 1 else "start"
+    return (
+        f"{f'local {name_ranks(kept)} {keep}; ' if kept else ''}local {name_ranks(ranks)} {start} before "
+        f"this node joins, which takes about {start_s:.0f} s. Other nodes that are enough train meanwhile."
+    )
+
+
+def describe_failure(local_rank: int, exit_code: int) -> str:
+    """Return the line of a node whose worker could not start before the node joined."""
+    why = f"it was killed by signal {-exit_code}" if exit_code < 0 else f"it ended with exit code {exit_code}"
+    if exit_code == EXIT_NO_STANDBY:
+        why = "no worker can start ahead, as its own line above says"
+    return (
+        f"local rank {local_rank} did not reach er.resume() before this node joined: {why}. Until this agent "
+        "ends, the node joins first and the others wait for its workers' start."
+    )
