@@ -32,7 +32,6 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
                                      act first), threshold_s, seconds (without a step),
                                      steps {rank: step}, report (a path)
     hang-ended            agent      generation, step; the stalled ranks continued before their kill
-    hang-detector-failed  agent      error; a bug of ours, hang detection continues
     drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a mechanism's),
                                      others_continue
     verdict               agent      generation (that ended), next_generation (null: this node takes part in

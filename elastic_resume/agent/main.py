@@ -23,7 +23,6 @@ from typing import NamedTuple
 from elastic_resume import config, console, constants, linux, machine
 from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
-from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.snapshots import serve_snapshots
@@ -163,16 +162,10 @@ class _Agent:
             with (
                 serve_snapshots(self.node_dir.path, self.settings, emit) as committer,
                 self._start_fork_server() as fork_server,
-                detect_hangs(
-                    self.node_dir.path,
-                    self.spec.config.nproc_per_node,
-                    make_threshold(self.args.hang_timeout),
-                    emit,
-                    lambda: self.controller.generation,
-                    read_events=self.controller.read_evidence,
-                ) as pause_hang_detector,
                 shutdown.watch_stop_signals(
-                    self.controller.revoke_grace, pause_hang_detector, self.shutdown_controller.on_signal
+                    self.controller.revoke_grace,
+                    self.controller.begin_stop,
+                    self.shutdown_controller.on_signal,
                 ),
             ):
                 self.controller.on_workers_dead = committer.commit_newest

@@ -96,6 +96,9 @@ class AgentPart:
     def begin_generation(self, world: StartWorkers) -> None:
         """Note that the workers of a view start now."""
 
+    def begin_stop(self) -> None:
+        """Note a signal to stop: workers may be slow from now on. Called in another thread."""
+
     def handle_failure(self, failure: Failure) -> None:
         """Note how a worker has failed; what `find_failures` returns then may precede it."""
 

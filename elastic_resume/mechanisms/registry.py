@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 from elastic_resume.mechanisms.gpu_health import GPU_HEALTH
+from elastic_resume.mechanisms.hangs import HANGS
 from elastic_resume.mechanisms.mechanism import (
     AgentContext,
     AgentPart,
@@ -21,6 +22,7 @@ from elastic_resume.mechanisms.unreachable_peers import UNREACHABLE_PEERS
 
 MECHANISMS: tuple[Mechanism, ...] = (
     GPU_HEALTH,
+    HANGS,
     PREEMPTION,
     REPLICAS,
     SLOW_RANKS,

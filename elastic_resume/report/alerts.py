@@ -196,7 +196,6 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
             "snapshot-failed": "no snapshot was taken",
             "snapshot-ignored": "an invalid snapshot was ignored",
             "committer-failed": "internal error in the committer",
-            "hang-detector-failed": "internal error in the hang detector",
             "prune-failed": "old checkpoints could not be pruned",
         }.items()
     },

@@ -43,7 +43,7 @@ with Cluster(Path("job"), nodes=1, workers_per_node=2, flags=["--snapshot-every"
 """
 
 
-NAMES = ["slow_ranks", "gpu_health", "preemption", "replicas", "standbys", "unreachable_peers"]
+NAMES = ["slow_ranks", "gpu_health", "hangs", "preemption", "replicas", "standbys", "unreachable_peers"]
 SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in NAMES[1:]]
 
 

@@ -15,17 +15,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from elastic_resume import constants, linux
-from elastic_resume.agent import shutdown, stack_dump
-from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect_hangs
+from elastic_resume.agent import shutdown
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
+from elastic_resume.mechanisms.hangs import stack_dump
+from elastic_resume.mechanisms.hangs.detector import MAX_REPORTS, HangDetector
 from elastic_resume.policy.flight_recorder import parse_dumps
-from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, HangThreshold, Stall
+from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, Stall
 from elastic_resume.policy.reasons import from_json
 from elastic_resume.policy.wording import describe_stall
 from elastic_resume.slots.progress_page import (
@@ -36,6 +38,7 @@ from elastic_resume.slots.progress_page import (
     read_records,
 )
 from elastic_resume.testing.cluster import Cluster
+from tests.support.agent_parts import make_agent_context
 from tests.support.paths import SCRIPTS
 from tests.support.processes import wait_for
 
@@ -223,6 +226,15 @@ def start_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
+def make_detector(path: Path, workers: int, emit: Callable[..., Any], disk: Disk = DISK) -> HangDetector:
+    """Return the detector of a node in generation 7."""
+    settings = {"hang_timeout": LIMIT_S}
+    context = make_agent_context(node_dir=path, workers=workers, emit=emit, settings=settings)
+    detector = HangDetector(context, disk)
+    detector.begin_generation(Mock(generation=7))
+    return detector
+
+
 class Stage:
     """A hang detector without its thread, a progress page, and a worker that does nothing."""
 
@@ -233,10 +245,7 @@ class Stage:
         self.pid = pid
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.page = ProgressPage(path / constants.PROGRESS_FILE)
-        self.generation = 7
-        self.detector = HangDetector(
-            path, 1, HangThreshold(LIMIT_S), emit or self.emit, lambda: self.generation, disk=disk
-        )
+        self.detector = make_detector(path, 1, emit or self.emit, disk)
 
     def emit(self, event: str, **fields: Any) -> None:
         """Keep an event."""
@@ -318,7 +327,7 @@ def test_later_kill_does_not_wait_for_finished_rank(tmp_path: Path, stage: Stage
         stage.page.start_generation(1, generation=3, step=10, world_size=4, worker=worker)
         stage.page.finish_step(1, 11)
         stage.page.set_idle(1)
-        stage.detector = HangDetector(tmp_path, 2, HangThreshold(LIMIT_S), stage.emit, lambda: 7)
+        stage.detector = make_detector(tmp_path, 2, stage.emit)
         for _ in range(8):
             stage.detector.poll(1.0)
         wait_for(lambda: stage.is_killed, "the worker to be dead")
@@ -369,23 +378,20 @@ def test_record_of_other_worker_kills_nothing(stage: Stage, other: dict[str, int
 
 def test_detector_judges_nothing_before_first_view_or_while_paused(stage: Stage) -> None:
     """Workers that are being stopped may take their time."""
-    stage.detector.pause()
+    stage.detector.begin_stop()
     stage.hang(polls=8)
-    stage.generation = 0
+    stage.detector.begin_generation(Mock(generation=0))
     stage.hang(polls=8)
     assert (stage.is_killed, stage.events) == (False, [])
 
 
-def test_stop_signal_pauses_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_signal_pauses_detector(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are drained save and make no steps."""
     monkeypatch.setenv(constants.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
     paused = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        with (
-            detect_hangs(tmp_path, 1, None, print, int) as pause,
-            shutdown.watch_stop_signals(pause, paused.set),
-        ):
+        with shutdown.watch_stop_signals(print, paused.set):
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(paused.is_set, "the detector to be paused")
     finally:

@@ -13,6 +13,7 @@ from elastic_resume.mechanisms.mechanism import AgentContext
 
 def make_agent_context(
     *,
+    node_dir: Path = Path(),
     workers: int = 1,
     emit: Callable[..., Any] = print,
     read_evidence: Callable[[], list[Event]] = list,
@@ -24,5 +25,5 @@ def make_agent_context(
 ) -> AgentContext:
     """Return the context of an agent whose node timeout is 0."""
     return AgentContext(
-        Path(), workers, 0.0, emit, read_evidence, drain, settings or {}, committer, start_early, is_parked
+        node_dir, workers, 0.0, emit, read_evidence, drain, settings or {}, committer, start_early, is_parked
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from elastic_resume.events import Event
 from elastic_resume.mechanisms.mechanism import AlertKind, Mechanism, lazily
-from elastic_resume.mechanisms.preemption.sources import parse_source
 from elastic_resume.option import Option
 
 
@@ -27,7 +26,7 @@ PREEMPTION = Mechanism(
             "preemption-notice",
             "aws|gcp|azure|file:PATH",
             "drain this node when this source announces its preemption",
-            parse_source,
+            lazily("preemption.sources", "parse_source"),
             "off",
         ),
     ),

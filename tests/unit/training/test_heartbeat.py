@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_resume.agent.hang_detector import take_sample
+from elastic_resume.mechanisms.hangs.detector import take_sample
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots.progress_page import ProgressPage, WorkerProcess, read_records
 from elastic_resume.training.heartbeat import (

@@ -19,14 +19,13 @@ A disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIME
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,13 @@ from typing import Any
 import psutil
 
 from elastic_resume import constants
-from elastic_resume.agent import stack_dump
-from elastic_resume.agent.stack_dump import ExaminedRank
 from elastic_resume.background import BackgroundThread
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
+from elastic_resume.mechanisms.hangs import stack_dump
+from elastic_resume.mechanisms.hangs.stack_dump import ExaminedRank
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart
 from elastic_resume.policy import hangs
 from elastic_resume.policy.hangs import (
     HangDecision,
@@ -50,6 +50,8 @@ from elastic_resume.policy.hangs import (
 )
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.wording import describe_diagnosis, describe_finding
+from elastic_resume.rendezvous.client import RendezvousClient
+from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.slots.progress_page import (
     ProgressRecord,
     WorkerProcess,
@@ -76,55 +78,16 @@ def make_threshold(timeout_s: float | None) -> HangThreshold | None:
     return HangThreshold(timeout_s) if timeout_s > 0 else None
 
 
-@contextlib.contextmanager
-def detect_hangs(
-    node_dir: Path,
-    local_world_size: int,
-    hang_threshold: HangThreshold | None,
-    emit: Callable[..., Any],
-    get_generation: Callable[[], int],
-    *,
-    read_events: Callable[[], list[Event]] = list,
-) -> Iterator[Callable[[], None]]:
-    """Run a `HangDetector` within the context, unless the threshold is None. Yield its `pause`."""
-    if hang_threshold is None:
-        yield lambda: None
-        return
-    detector = HangDetector(
-        node_dir, local_world_size, hang_threshold, emit, get_generation, read_events=read_events
-    )
-    detector.start()
-    try:
-        yield detector.pause
-    finally:
-        detector.close()
-
-
-class HangDetector:
+class HangDetector(AgentPart):
     """Look for hung workers of one node from `start` to `close`."""
 
-    def __init__(
-        self,
-        node_dir: Path,
-        local_world_size: int,
-        hang_threshold: HangThreshold,
-        emit: Callable[..., Any],
-        get_generation: Callable[[], int],
-        *,
-        read_events: Callable[[], list[Event]] = list,
-        disk: Disk = DISK,
-    ) -> None:
-        """``node_dir`` has the progress page and the reports; ``emit`` takes an event's kind and fields.
-
-        ``get_generation`` returns the current generation, 0 before the first. ``read_events`` returns the
-        supervisors' events of that generation.
-        """
-        self._node_dir = node_dir
-        self._local_world_size = local_world_size
-        self._hang_threshold = hang_threshold
-        self._emit = emit
-        self._get_generation = get_generation
-        self._read_events = read_events
+    def __init__(self, context: AgentContext, disk: Disk = DISK) -> None:
+        self._node_dir = context.node_dir
+        self._local_world_size = context.local_world_size
+        self._emit, self._read_events = context.emit, context.read_evidence
+        hang_threshold = make_threshold(context.settings["hang_timeout"])
+        self._is_on, self._hang_threshold = hang_threshold is not None, hang_threshold or HangThreshold()
+        self._generation = 0  # of this agent's newest workers
         self._idle_workers: hangs.IdleWorkers | None = None
         self._disk = disk
         self._progress: dict[int, RankProgress] = {}
@@ -137,12 +100,18 @@ class HangDetector:
             "hang-detector", self._poll_periodically, on_error=self._emit_error, retry_s=POLL_INTERVAL_S
         )
 
-    def start(self) -> None:
-        """Start to look for hangs."""
-        self._thread.start()
+    def start(self, client: RendezvousClient) -> None:
+        """Start to look for hangs, unless this is turned off."""
+        del client
+        if self._is_on:
+            self._thread.start()
 
-    def pause(self) -> None:
-        """Judge no rank any more: workers are being stopped and may take their time. From any thread."""
+    def begin_generation(self, world: StartWorkers) -> None:
+        """Judge the workers of this generation."""
+        self._generation = world.generation
+
+    def begin_stop(self) -> None:
+        """Judge no rank any more: workers are being stopped and may take their time."""
         self._paused.set()
 
     def close(self) -> None:
@@ -181,8 +150,7 @@ class HangDetector:
 
     def _read_progress(self) -> list[ProgressRecord]:
         """Read the records of the current generation's workers."""
-        generation = self._get_generation()
-        records = read_own_records(self._node_dir, self._local_world_size)
+        records, generation = read_own_records(self._node_dir, self._local_world_size), self._generation
         return [record for record in records if record.worker.assigned_generation == generation > 0]
 
     def _judge_live_workers(self, records: Sequence[ProgressRecord]) -> HangDecision:
@@ -262,9 +230,7 @@ class HangDetector:
         """Report and kill workers that are idle after all others of this node have ended."""
         if self._local_world_size == 1:
             return
-        forked = hangs.find_remaining_workers(
-            self._read_events(), self._get_generation(), self._local_world_size
-        )
+        forked = hangs.find_remaining_workers(self._read_events(), self._generation, self._local_world_size)
         idle, self._idle_workers = self._idle_workers, None
         entries = [self._progress.get(event["local_rank"]) for event in forked]
         is_busy = any(entry is not None and entry.sample.is_busy for entry in entries)
