@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import elastic_resume as er
-from elastic_resume import constants
 from elastic_resume.training.run import Run
 from jobs.trained import Copy, Training, large, small, spread, timed
 
@@ -51,7 +50,7 @@ class Clock:
 
     def _run(self, directory: Path, name: str, every: int | str) -> Run:
         # The run without snapshots shall not take memory for them either.
-        os.environ[constants.ENV_SNAPSHOT_MEMORY] = "auto" if every != "off" else "off"
+        os.environ["ELASTIC_RESUME_SNAPSHOT_MEMORY"] = "auto" if every != "off" else "off"
         return er.resume(
             **self.training.tracked, ckpt_dir=directory, run_id=name, snapshot_every=every, save_every=10**9
         )

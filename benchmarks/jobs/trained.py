@@ -219,8 +219,8 @@ def start_committer(directory: Path, node: str = NODE) -> Iterator[dict[str, str
                 constants.ENV_CKPT_DIR: str(directory),
                 constants.ENV_RUN_ID: RUN,
                 constants.ENV_NODE_NAME: node,
-                constants.ENV_SNAPSHOT_EVERY: "1",
-                constants.ENV_SAVE_EVERY: "1000000",
+                "ELASTIC_RESUME_SNAPSHOT_EVERY": "1",
+                "ELASTIC_RESUME_SAVE_EVERY": "1000000",
             }
         finally:
             process.communicate("")

@@ -73,7 +73,7 @@ class Pods(ClosedAtExit):
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
-            constants.ENV_SNAPSHOT_EVERY: "1",
+            "ELASTIC_RESUME_SNAPSHOT_EVERY": "1",
             constants.ENV_STEP_MARK_S: "0",
         }
         self._agents = ShimAgentServer(directory, self.env)

@@ -199,7 +199,7 @@ def minority_replica_is_refused(results: Results, _: Path) -> None:
         assert "rank 0 against rank 1, 2" in result["error"]
 
 
-@case("ab", {"a": {**CHECKPOINT, "value": 7.0}, "b": CHECKPOINT}, {constants.ENV_CHECK_REPLICAS: "off"})
+@case("ab", {"a": {**CHECKPOINT, "value": 7.0}, "b": CHECKPOINT}, {"ELASTIC_RESUME_CHECK_REPLICAS": "off"})
 def source_values_are_used_with_check_replicas_off(results: Results, _: Path) -> None:
     """Nodes that round differently always differ; nothing is called corrupt."""
     for result in results:
@@ -210,7 +210,7 @@ def source_values_are_used_with_check_replicas_off(results: Results, _: Path) ->
 OTHER_HOST = {constants.ENV_LOCAL_HOST: "192.0.2.7"}
 
 
-@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, {**OTHER_HOST, constants.ENV_TRANSFER_ADDR: "lo"})
+@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, {**OTHER_HOST, "ELASTIC_RESUME_TRANSFER_ADDR": "lo"})
 def chosen_interface_is_used(results: Results, _: Path) -> None:
     """The host's own address would be wrong."""
     for result in results:
@@ -292,7 +292,7 @@ def test_damage_on_a_node_that_receives_ends_the_restore(
             damage(running, loader)
 
     monkeypatch.setattr(RestoreAttempt, "_load_and_join_tasks", load_damaged)
-    env = {constants.ENV_CHECK_REPLICAS: "off"}
+    env = {"ELASTIC_RESUME_CHECK_REPLICAS": "off"}
     for result in run_case(Case("ab", {"a": {"disk": [[1, 9]]}}, env, lambda *_: None), tmp_path):
         assert error in result["error"]
 
