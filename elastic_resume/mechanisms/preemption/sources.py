@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -42,17 +42,11 @@ class NoticeQueryError(Exception):
     """A source gave no answer; the text is a clause for the log."""
 
 
-@dataclass(frozen=True)
-class HttpResponse:
-    """A complete response, whatever its status."""
+class HttpResponse(NamedTuple):
+    """A complete response, whatever its status; undecodable bytes are replaced."""
 
     status: int
-    body: bytes
-
-    @property
-    def text(self) -> str:
-        """Return the body as text; undecodable bytes are replaced."""
-        return self.body.decode(errors="replace").strip()
+    text: str
 
 
 def quote_briefly(text: str) -> str:
@@ -85,7 +79,7 @@ def request_metadata(
                 raise NoticeQueryError(f"the answer has more than {MAX_BYTES} bytes")
             if response.length:
                 raise NoticeQueryError("the answer breaks off")
-            return HttpResponse(response.status, body)
+            return HttpResponse(response.status, body.decode(errors="replace").strip())
     except TimeoutError:
         raise NoticeQueryError(f"no answer within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
