@@ -105,28 +105,9 @@ LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
 class ElasticRendezvousHandler(RendezvousHandler):
     """torchelastic's view of our rendezvous, in which every node may leave, the leader included."""
 
-    def __init__(
-        self,
-        client: RendezvousClient,
-        controller: RestartController,
-        *,
-        host: str,
-        store_port: int,
-        local_world_size: int,
-        node_order: int,
-        script: str,
-        arguments: str,
-    ) -> None:
-        """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order.
-
-        ``store_port``, ``script`` and ``arguments`` are those of `LaunchSpec`.
-        """
-        self._client = client
-        self._controller = controller
-        self._host, self._store_port = host, store_port
-        self._local_world_size = local_world_size
-        self._node_order = node_order
-        self._script, self._arguments = script, arguments
+    def __init__(self, spec: LaunchSpec, session: RendezvousSession, controller: RestartController) -> None:
+        self._spec, self._session, self._controller = spec, session, controller
+        self._client = session.client
         self._store_server: TCPStore | None = None
         self._world: StartWorkers | None = None
         self._logged_start = False  # of the workers of this world
@@ -177,14 +158,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._client.sleep_unless_over(summary.restart_delay_s)
         # Each generation has a fresh store, so that workers of two generations never meet.
         self._store_server = None
-        self._store_server = _start_store_server(self._host, self._store_port)
+        self._store_server = _start_store_server(self._session.host, self._spec.store_port)
         join_spec = JoinSpec(
-            str(Endpoint(self._host, self._store_server.port)),
-            self._local_world_size,
-            self._node_order,
+            str(Endpoint(self._session.host, self._store_server.port)),
+            self._spec.config.nproc_per_node,
+            self._session.node_order,
             newest_step,
-            script=self._script,
-            arguments=self._arguments,
+            script=self._spec.script,
+            arguments=self._spec.arguments,
         )
         self._act_before_join()
         try:
@@ -603,16 +584,7 @@ def run_workers(
         # torchelastic handles these once the first workers start, but a rendezvous can last minutes.
         for number in signals:
             signal.signal(number, _raise_signal_exception)
-        return ElasticRendezvousHandler(
-            session.client,
-            controller,
-            host=session.host,
-            store_port=spec.store_port,
-            local_world_size=config.nproc_per_node,
-            node_order=session.node_order,
-            script=spec.script,
-            arguments=spec.arguments,
-        )
+        return ElasticRendezvousHandler(spec, session, controller)
 
     rendezvous_handler_registry.register(AGENT_BACKEND, create_handler)
     _filter_torchelastic_logs()

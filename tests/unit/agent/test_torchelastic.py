@@ -199,16 +199,9 @@ def make_handler(client: Mock, controller: Mock) -> torchelastic.ElasticRendezvo
     """Return the handler of a node with one worker."""
     controller.report_generation.return_value = GenerationReport()
     controller.mtbf_s, controller.limit_last_step.return_value = 60.0, ""
-    return torchelastic.ElasticRendezvousHandler(
-        client,
-        controller,
-        host="127.0.0.1",
-        store_port=0,
-        local_world_size=1,
-        node_order=0,
-        script="train.py",
-        arguments="",
-    )
+    spec = Mock(store_port=0, script="train.py", arguments="", **{"config.nproc_per_node": 1})
+    session = torchelastic.RendezvousSession(client, "127.0.0.1", 0)
+    return torchelastic.ElasticRendezvousHandler(spec, session, controller)
 
 
 def test_view_that_ended_before_its_workers_start_is_judged_all_the_same() -> None:
