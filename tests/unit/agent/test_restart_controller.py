@@ -401,6 +401,14 @@ def test_script_without_resume_is_named_after_a_minute(
     )
 
 
+def test_mechanisms_learn_that_the_agent_is_being_stopped(tmp_path: Path) -> None:
+    """Workers may be slow from then on."""
+    with open_controller(tmp_path) as (controller, _):
+        controller.parts = parts = [Mock(), Mock()]
+        controller.begin_stop()
+        assert [part.begin_stop.call_count for part in parts] == [1, 1]
+
+
 def test_node_with_broken_gpu_starts_no_workers(tmp_path: Path) -> None:
     """It leaves before the first start, and before it joins again."""
     fault = GpuFault(2, 3, "GPU-a", 79)
