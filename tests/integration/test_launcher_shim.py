@@ -356,6 +356,15 @@ def test_what_stays_longer_is_stopped_and_named(
         assert process.wait(30) == 0
 
 
+def test_drained_worker_leaves_orphans_no_grace(start: Any, tmp_path: Path) -> None:
+    """Its node waits for it to leave the job, though it has ended well."""
+    script = f"trap 'exit 0' TERM; sleep 600 & echo $$ > {tmp_path / 'pid'}; while :; do sleep 0.05; done"
+    process = start("/bin/sh", "-c", script)
+    wait_for_pid(tmp_path / "pid")
+    process.terminate()
+    assert process.wait(30) == 0
+
+
 @pytest.mark.usefixtures("lease_page")
 def test_failed_worker_leaves_orphans_no_time(environ: dict[str, str], tmp_path: Path) -> None:
     """The next generation waits for them; those of a worker that succeeded may clean up."""
