@@ -520,6 +520,7 @@ def test_expired_lease_ends_all_but_the_shim(lease_page: LeasePage, start: Any, 
     wait_for(lambda: not any(map(is_alive, pids)), "worker and grandchild to die")
     assert lease_expired_event(tmp_path)["worker_pid"] == pids[0]
     wait_for_lease_polls(process)
+    assert process.poll() is None
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(30) == -signal.SIGKILL
     assert read_exit_event(tmp_path)["lease_expired"]
