@@ -124,7 +124,7 @@ class ViewChange:
             return
         self.evaluate_at, self.proposed_at = float("inf"), self.state.now
         votes = decision.find_quorum(decision.cast.keys(), self._find_replaced_nodes)
-        if votes is not None and self.state.has_stopped():
+        if votes is not None and self.state.has_stopped() and not self._may_replace_left_out():
             self.blocked_since = None
         if votes is not None:
             earlier = decision.find_proposal_to_repeat(votes)
@@ -143,7 +143,7 @@ class ViewChange:
         self.joins = {} if self.end else self._collect_joins(has_quorum=votes is not None)
         if not self.joins or votes is None:
             return
-        self.broken_links = set()
+        self.broken_links, self.blocked_since = set(), None
         view = self._make_view()
         self.joins = {member: self.joins[member] for member in view.members}
         decision.propose(view, None)
@@ -283,7 +283,7 @@ class ViewChange:
         present = {state.incarnation, *self.peers.by_incarnation}
         # This node's own vote may count only after a while, without any message.
         until = NEVER if has_quorum else state.now + settings.heartbeat_interval_s
-        if not has_quorum:
+        if not has_quorum or self._may_replace_left_out():
             self._note_blocked()
         finished = self._list_finished_nodes()
         if not finished and len(joins) < settings.min_nodes:
@@ -334,6 +334,10 @@ class ViewChange:
         if len(nodes) - len(left_out) < self.state.settings.min_nodes:
             left_out = choose_left_out(list(nodes), [], pairs)  # a newcomer may replace a member then
         return {nodes[name]: NodesUnreachable(name, name_nodes(others)) for name, others in left_out.items()}
+
+    def _may_replace_left_out(self) -> bool:
+        """Return whether another leader may reach nodes that take the place of those that are left out."""
+        return bool(self.left_out) and 1 + len(self.peers.by_incarnation) < self.state.settings.max_nodes
 
     def is_cut_off(self, node: Incarnation, view: View) -> bool:
         """Return whether a node and a member of the view cannot reach each other."""
