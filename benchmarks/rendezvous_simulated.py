@@ -25,6 +25,7 @@ from elastic_resume.rendezvous.core.interface import (
     Disconnect,
     Effect,
     Event,
+    JoinRequest,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
@@ -37,7 +38,7 @@ from elastic_resume.rendezvous.core.interface import (
     Tick,
 )
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import JoinRequest, JoinSpec
+from elastic_resume.rendezvous.core.messages import JoinSpec
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.net import protocol

@@ -159,7 +159,7 @@ class RendezvousClient:
         with self._condition:
             self._view, self.view_end = None, None
             request = replace(request, is_preparing=self._preparations > 0)
-            self._server.submit(messages.JoinRequest(request))
+            self._server.submit(interface.JoinRequest(request))
             known = self.verdicts
         while (view := self._wait_for_view(known)) is None:
             known = self.verdicts
@@ -185,7 +185,7 @@ class RendezvousClient:
     def _count_preparation(self, change: int) -> None:
         with self._condition:
             self._preparations += change
-            self._server.submit(messages.Preparation(self._preparations > 0))
+            self._server.submit(interface.Preparation(self._preparations > 0))
 
     @property
     def restart_requested(self) -> bool:

@@ -20,11 +20,12 @@ from elastic_resume.policy.wording import describe_event
 from elastic_resume.rendezvous.core.interface import (
     Effect,
     EmitEvent,
+    JoinRequest,
     RendezvousSettings,
     StartWorkers,
     StopWorkers,
 )
-from elastic_resume.rendezvous.core.messages import Header, JoinRequest, JoinSpec, Message
+from elastic_resume.rendezvous.core.messages import Header, JoinSpec, Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name

@@ -17,9 +17,9 @@ to its handler (`state.Role.dispatch`), and a role ends by setting `state.NodeSt
       │        or stepped down                             │
       └── another leader has priority, or disk is stuck ───┘
 
-    workers:  stopped ── JoinRequest ──▶ joined ── voted, decided ──▶ running
-                 ▲                                                      │
-                 └── EndView, leader lost, or lease expired ────────────┘
+    workers:  stopped ── JoinRequest ──▶ joined ── voted, decided ──▶ running ──▶ finished
+ (`messages.     ▲                                                      │
+    Workers`)    └── EndView, leader lost, or lease expired ────────────┘
 
 A searcher dials the members of the newest view by rank, then the candidates (the addresses that the user
 lists) in their order. It leads if no node before it in this order answers. Two nodes may lead at once. That
@@ -30,8 +30,7 @@ running view stays, then the one that knows the newer view, then the one with mo
 Messages. A node follows a leader when it has been welcomed and has sent its first reply::
 
     searcher  → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
-    follower  → leader      Heartbeat JoinRequest Vote ProposalAck NodeFinished FailureReport FailJob
-                            Preparation LeaveNotice
+    follower  → leader      Heartbeat NodeStatus Vote ProposalAck FailureReport FailJob LeaveNotice
     leader    → follower    Heartbeat RequestVote VoteHeld Propose StartView Decided EndView Waiting
                             JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect | JobEnd
@@ -54,9 +53,8 @@ acknowledged. So workers on a side without a quorum end by themselves.
 Nodes of one job run one script. A node whose `JoinSpec.script` is not the leader's is refused. Nodes whose
 workers have finished are named in `StartView`, so that a later view takes no step beyond theirs.
 
-A node whose new workers take long to start joins with `is_preparing`, or sends a `Preparation` later. Others
-that are enough form the next view without it, if a member of the last view is among them. A running view
-ends for it only after the `Preparation` that says that it is ready.
+A node whose new workers take long to start joins with `is_preparing`. Others that are enough form the next
+view without it, if a member of the last view is among them. A running view ends for it only when it is ready.
 
 Heartbeats carry facts of the nodes, and the leader's verdicts about them, which the core does not read: see
 `rendezvous/facts.py`. A judgment may end the view, fail the job, or keep two nodes apart: a view leaves out

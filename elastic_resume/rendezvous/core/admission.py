@@ -45,7 +45,7 @@ class Admission:
         mismatch = self._find_setting_mismatch(hello)
         if mismatch:
             return messages.Refused(SettingDiffers(*mismatch))
-        refused = hello.join and self.check_script(hello.join)
+        refused = hello.status.join and self.check_script(hello.status.join)
         if refused:
             return refused
         twin = self._find_twin(sender)

@@ -93,7 +93,7 @@ class Decision:
             or voter.known.promised != self.ballot
             or vote.handed_to != state.incarnation.disk_id
             or voter.known.handed_to
-            or state.leaving
+            or state.is_leaving
             or not (state.view.members and voter.is_voter)
         ):
             return False
@@ -117,7 +117,7 @@ class Decision:
             key is None
             or not state.voter.is_durable
             or state.voter.known.promised != self.ballot
-            or not state.has_stopped()
+            or not state.status.has_stopped
         ):
             return False
         if not state.voter.may_vote_for(state.incarnation, request):

@@ -128,9 +128,8 @@ class Follower(Role):
         if lease_until <= state.now:
             # Stay connected: this node is not unreachable, only late.
             state.emit_event("lease-expired", generation=state.view.generation)
-            if state.join:
-                self._send(messages.JoinRequest(state.join))
-        elif state.join is not None:
+            self._send_status()
+        elif state.status.join:
             state.start_workers(state.view, message, lease_until)
 
     def _handle_heartbeat(self, _: Link, message: messages.Heartbeat) -> None:
@@ -152,8 +151,7 @@ class Follower(Role):
         self._end_following(message.refusal)
 
     def _handle_leave_notice(self, _: Link, message: messages.LeaveNotice) -> None:
-        if message.is_final:
-            self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
+        self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
 
     def _adopt(self, view: View) -> None:
         self.state.adopt_view(view, self.leader)
@@ -166,9 +164,7 @@ class Follower(Role):
         if not generation or state.running_view:
             return
         state.join_since = state.now
-        if state.join is None:
-            return
-        if self.standby_generation != generation:
+        if state.status.join and self.standby_generation != generation:
             self.standby_generation = generation
             state.emit_event("spare", generation=generation)
 
@@ -273,7 +269,7 @@ class Follower(Role):
             if state.now >= self.redial_at:
                 self._redial_leader()
             return
-        if self.request and state.voter.is_voter and state.has_stopped():
+        if self.request and state.voter.is_voter and state.status.has_stopped:
             self._vote(self.request)
         if self.proposal and not state.voter.is_voter and not self.has_acknowledged:
             self._acknowledge(self.proposal.ballot)
@@ -319,24 +315,21 @@ class Follower(Role):
             messages.Heartbeat(facts) if (facts := state.outbox.take()) else None,
             state.failure_report,
             messages.FailJob(state.job_failure) if state.job_failure else None,
-            messages.LeaveNotice(state.leaving, is_final=False) if state.leaving else None,
-            messages.JoinRequest(state.join) if state.join else None,
+            state.status,
         )
         for report in reports:
             if report:
                 self._send(report)
-        if state.finished_generation and not state.join:
-            self._report_finished()
 
     def _send_facts(self) -> None:
         self.next_heartbeat_at = self.state.now
 
-    def _report_finished(self) -> None:
-        self._send(messages.NodeFinished(self.state.finished_generation))
+    def _send_status(self, *_: object) -> None:
+        self._send(self.state.status)
 
     def leave(self, departure: DepartureReason) -> None:
         """Send the leader a leave notice."""
-        self._send(messages.LeaveNotice(departure, is_final=True))
+        self._send(messages.LeaveNotice(departure))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
@@ -371,11 +364,11 @@ class Follower(Role):
         JobEnd: lambda self, _, end: self.state.learn_end(end),
     }
     _OWN_HANDLERS: ClassVar[Handlers] = {
-        messages.JoinRequest: lambda self, _, request: self._send(request),
-        messages.Preparation: lambda self, _, message: self._send(message),
+        interface.JoinRequest: _send_status,
+        interface.Preparation: _send_status,
         messages.FailureReport: lambda self, *_: self.send_reports(),
         Fact: lambda self, *_: self._send_facts(),
         messages.FailJob: lambda self, *_: self.send_reports(),
-        interface.WorkersFinished: lambda self, *_: self._report_finished(),
-        interface.Leave: lambda self, *_: self.send_reports(),
+        interface.WorkersFinished: _send_status,
+        interface.Leave: _send_status,
     }

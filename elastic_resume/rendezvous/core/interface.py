@@ -26,9 +26,8 @@ from elastic_resume.rendezvous.core.messages import (
     FailJob,
     FailureReport,
     Header,
-    JoinRequest,
+    JoinSpec,
     Message,
-    Preparation,
 )
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
 from elastic_resume.rendezvous.facts import Fact, Topic
@@ -141,6 +140,20 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """The workers are stopped, and this node asks for the next view."""
+
+    join: JoinSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """This node, which has joined, prepares its workers, or has done so."""
+
+    is_running: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersFinished:
     """Every worker of this node has succeeded."""
 
@@ -159,8 +172,7 @@ class Persisted:
     version: int
 
 
-# Requests of this node's client are message objects, of the same classes that a follower sends to its leader.
-# A `FailureReport`, if any, precedes the `JoinRequest`, which says that the workers are stopped.
+# A `FailureReport`, if any, precedes the `JoinRequest`.
 Event = (
     PeerConnected
     | PeerDisconnected

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from elastic_resume.policy.reasons import (
@@ -22,6 +21,7 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.admission import Admission
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
+from elastic_resume.rendezvous.core.messages import NodeStatus, Workers
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, ViewChange
@@ -38,13 +38,15 @@ class Leader(Role):
     def __init__(self, state: NodeState, waiting_peers: dict[int, messages.Hello]) -> None:
         super().__init__(state)
         self.peers = PeerTable()
+        self.own = Peer(state.incarnation, Link(0), state.status)
+        """This node, as one of those that it leads; it has no link to itself."""
         self.running_view: View | None = None
         self.new_leader_address = ""
         self.pending_welcomes: dict[int, tuple[messages.Hello, int]] = {}
         """Nodes that were welcomed on a connection and have not replied on it, and the newest view then."""
         scope = Scope(0, (), state.incarnation.node, state.settings.node_timeout_s)
         self.board = FactBoard(state.settings.topics, state.verdicts, scope)
-        self.view_change = ViewChange(state, self.peers)
+        self.view_change = ViewChange(state, self.peers, self.own)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.heartbeat = messages.Heartbeat(tuple(self.board.verdicts.values()))
         """Shared by all followers, so that it is encoded once."""
@@ -60,7 +62,7 @@ class Leader(Role):
         self.next_probe_at = state.now
         state.outbox.renew()
         self._add_facts(state.incarnation, state.outbox.take())
-        self.finished_generation = 0
+        self.finished_generation = state.status.generation if state.status.workers is Workers.FINISHED else 0
         """The newest generation in which a node has finished."""
         state.emit_event("leading")
         for conn_id, hello in waiting_peers.items():
@@ -116,26 +118,34 @@ class Leader(Role):
         if message.facts:
             self._add_facts(peer.incarnation, message.facts)
 
-    def _handle_join(self, peer: Peer, message: messages.JoinRequest) -> None:
-        peer.join, peer.running_generation = message.join, 0
-        if self._refuse_other_script(peer):
+    def _handle_status(self, peer: Peer, status: NodeStatus) -> None:
+        """Note what a follower's workers do, unless it sent this before it knew of the view that runs."""
+        if status.generation >= peer.status.generation:
+            self._take_status(peer, status)
+
+    def _take_status(self, peer: Peer, status: NodeStatus) -> None:
+        """Note what the workers of a node do; a view ends when those of a member have ended."""
+        former, peer.status = peer.status, status
+        node, workers = peer.incarnation, status.workers
+        if peer is not self.own and self._refuse_other_script(peer):
             return
-        self._end_view_of(peer.incarnation)
-        self.view_change.handle_join(peer.incarnation, message.join, self.running_view)
+        if workers is Workers.FINISHED:
+            self.finished_generation = max(self.finished_generation, status.generation)
+        elif workers is Workers.LEAVING and former.workers is not workers and status.departure:
+            self._note_leaving(node, status.departure)
+        elif not peer.is_leaving and workers is not Workers.RUNNING and self._runs_on(node):
+            self.end_view(WorkersStopped(node.node))
+        if status.join:
+            self.view_change.handle_join(node, status.join, self.running_view, is_new=not former.join)
+        self.view_change.reevaluate()
 
     def _refuse_other_script(self, peer: Peer) -> bool:
-        refused = peer.join and self.admission.check_script(peer.join)
+        refused = peer.status.join and self.admission.check_script(peer.status.join)
         if not refused:
             return False
         self._send(peer, refused)
         self._remove_peer(peer, Loss.REFUSED)
         return True
-
-    def _handle_preparation(self, peer: Peer, message: messages.Preparation) -> None:
-        if peer.join:
-            peer.join = replace(peer.join, is_preparing=message.is_running)
-            if not message.is_running:
-                self.view_change.schedule_scale_up(peer.incarnation, self.running_view)
 
     def _handle_vote(self, peer: Peer, vote: Vote) -> None:
         self.view_change.decision.add_vote(peer.incarnation, vote)
@@ -143,32 +153,20 @@ class Leader(Role):
         if peer.is_leaving and self.view_change.decision.take_over(peer.incarnation, vote):
             self.handed_votes.append(peer)
 
-    def _handle_finished(self, peer: Peer, message: messages.NodeFinished) -> None:
-        peer.finished_generation, peer.running_generation = message.generation, 0
-        self.finished_generation = max(self.finished_generation, message.generation)
-        self.view_change.reevaluate()
-
     def _handle_fail_job(self, _: Peer, message: messages.FailJob) -> None:
         self.state.job_failure = message.failure
 
     def _handle_leave_notice(self, peer: Peer, message: messages.LeaveNotice) -> None:
-        if message.is_final:
-            self._remove_peer(peer, Loss.LEFT, message.departure)
-        else:
-            self._handle_leaving(peer, message.departure)
+        self._remove_peer(peer, Loss.LEFT, message.departure)
 
-    def _handle_leaving(self, peer: Peer, departure: DepartureReason) -> None:
+    def _note_leaving(self, node: Incarnation, departure: DepartureReason) -> None:
         """Form a view without a follower, which leaves when that is decided."""
-        if peer.is_leaving:
-            return
-        peer.is_leaving, peer.join, peer.running_generation = True, None, 0
-        lost = NodeLost(peer.incarnation.node, Loss.LEFT, departure)
+        lost = NodeLost(node.node, Loss.LEFT, departure)
         self.state.emit_event("lost", lost)
-        self.state.record_lost_member(peer.incarnation, lost)
-        self.state.backoff.note_end(peer.incarnation, self.state.now)
-        if self._runs_on(peer.incarnation) and not self.has_finished_node():
+        self.state.record_lost_member(node, lost)
+        self.state.backoff.note_end(node, self.state.now)
+        if self._runs_on(node) and not self.has_finished_node():
             self.end_view(lost)
-        self.view_change.reevaluate()
 
     def _handle_hello(self, link: Link, hello: messages.Hello) -> None:
         if link.address or link.conn_id in self.pending_welcomes or self.peers.find_by_link(link):
@@ -215,12 +213,12 @@ class Leader(Role):
             self._send(peer, self.request)
         if self.view_change.decision.sent:
             self._send(peer, self.view_change.decision.sent)
-        self._keep_or_end_workers(peer, hello)
+        if hello.status.workers is Workers.RUNNING:
+            self._keep_or_end_workers(peer, hello.status)
+        else:
+            self._take_status(peer, hello.status)
         if self.running_view is None and self.view_change.reported_reason:
             self._send(peer, messages.Waiting(self.view_change.reported_reason))
-        if peer.join:
-            self.view_change.handle_join(sender, peer.join, self.running_view)
-        self.view_change.reevaluate()
 
     def _add_peer(self, link: Link, hello: messages.Hello) -> Peer:
         """Add a follower, or give a disconnected one its new link."""
@@ -233,26 +231,18 @@ class Leader(Role):
             peer = Peer(sender, link)
             self.peers.add(peer)
         state.voter.note_follower(sender, link)
-        peer.join, peer.finished_generation = hello.join, hello.finished_generation
         peer.is_twin = hello.is_twin
-        self.finished_generation = max(self.finished_generation, hello.finished_generation)
         return peer
 
-    def _keep_or_end_workers(self, peer: Peer, hello: messages.Hello) -> None:
+    def _keep_or_end_workers(self, peer: Peer, status: NodeStatus) -> None:
         """Let the workers of a follower run on if they are those of the running view; else end them."""
-        view = self.running_view
-        if view and hello.running_generation == peer.running_generation == view.generation:
+        former, peer.status = peer.status, status
+        if former == status and status.runs(self.running_view):
             return
-        former_generation, peer.running_generation = peer.running_generation, hello.running_generation
-        if hello.running_generation:
-            reason = ViewEndOf(ViewEnd.ENDED_MEANWHILE, (str(hello.running_generation),))
-            self._send(peer, messages.EndView(hello.running_generation, reason))
-        # Neither running nor finished: its workers failed, or it never received StartView.
-        is_idle = not hello.finished_generation and (
-            hello.join or (view and former_generation == view.generation)
-        )
-        if is_idle:
-            self._end_view_of(peer.incarnation)
+        reason = ViewEndOf(ViewEnd.ENDED_MEANWHILE, (str(status.generation),))
+        self._send(peer, messages.EndView(status.generation, reason))
+        if former.runs(self.running_view):
+            self.end_view(WorkersStopped(peer.incarnation.node))
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
         own = self.make_announcement()
@@ -305,10 +295,8 @@ class Leader(Role):
         view = self.running_view
         if view is None or peer.incarnation not in view.members:
             return
-        runs = state.running_view or any(
-            follower.running_generation == view.generation for follower in self.peers
-        )
-        if not self.has_finished_node() or (peer.finished_generation != view.generation and runs):
+        runs = state.running_view or any(follower.status.runs(view) for follower in self.peers)
+        if not self.has_finished_node() or (not peer.status.has_finished(view.generation) and runs):
             # The remaining workers would wait for the lost ones in their next collective.
             self.end_view(lost)
 
@@ -316,22 +304,9 @@ class Leader(Role):
         """Return whether a node is a member of the running view."""
         return self.running_view is not None and self.running_view.rank(node) is not None
 
-    def _end_view_of(self, node: Incarnation) -> None:
-        """End the running view if this node is one of its members: its workers have stopped."""
-        if self._runs_on(node):
-            self.end_view(WorkersStopped(node.node))
-
-    def _handle_failure(self, peer: Peer, report: messages.FailureReport) -> None:
-        """Record a failure and end its view: the node may wait before it joins, and others lack a peer."""
-        self.state.record_failure_report(peer.incarnation, report)
-        if self.running_view and report.generation == self.running_view.generation:
-            peer.running_generation = 0
-            self._end_view_of(peer.incarnation)
-
     def has_finished_node(self) -> bool:
         """Return whether a node of the newest view has finished; then no other view is needed."""
-        newest = self.state.view.generation
-        return newest > 0 and newest in {self.finished_generation, self.state.finished_generation}
+        return self.state.view.generation == self.finished_generation > 0
 
     # Acting.
 
@@ -342,7 +317,7 @@ class Leader(Role):
             return
         message = messages.EndView(view.generation, reason)  # shared, so that it is encoded once
         for peer in self.peers:
-            if peer.running_generation == view.generation and peer.disconnected_at is None:
+            if peer.status.runs(view) and peer.disconnected_at is None:
                 self._send(peer, message)
         self.running_view = None
         self.board.end_view()
@@ -365,7 +340,7 @@ class Leader(Role):
             return
         if self._lacks_quorum():
             state.terms_without_quorum += 1
-            self._step_down(ViewEnd.NO_QUORUM if state.has_stopped() else ViewEnd.WORKERS_STUCK)
+            self._step_down(ViewEnd.NO_QUORUM if state.status.has_stopped else ViewEnd.WORKERS_STUCK)
             return
         if self.running_view:
             if state.running_view is None:  # a spare may wait for as long as a view runs without it
@@ -374,6 +349,7 @@ class Leader(Role):
                 self.end_view(ViewEnd.PAUSED, immediately=True)
             else:
                 state.lease_until = state.now + state.settings.lease_s
+        self.own.status = state.status
         if state.now >= self.next_scan_at:
             self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
@@ -535,9 +511,10 @@ class Leader(Role):
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
-                peer.join, peer.running_generation, peer.finished_generation = None, view.generation, 0
+                peer.status = NodeStatus(Workers.RUNNING, view.generation)
             self._send(peer, start)
         state.start_workers(view, start, state.now + state.settings.lease_s)
+        self.own.status = state.status
 
     def _is_job_finished(self) -> bool:
         """Return whether every present node has finished and no absent one is worth waiting for.
@@ -551,24 +528,22 @@ class Leader(Role):
         # This runs for every message. Nearly always the first member has not finished, so look no further.
         if not all(self._has_finished_or_is_absent(member, newest.generation) for member in newest.members):
             return False
-        finished = {peer.incarnation: peer.finished_generation for peer in self.peers if not peer.is_leaving}
-        finished[state.incarnation] = state.finished_generation
+        staying = [peer for peer in (*self.peers, self.own) if not peer.is_leaving]
         timed_out = state.now >= self.view_change.began_at + state.settings.node_timeout_s
         if self.has_finished_node():
-            return timed_out or not state.voter.find_absent_members(finished) - state.unreachable
-        wants_view = state.join or self.peers.disconnected or any(peer.join for peer in self.peers)
-        return timed_out and all(finished.values()) and not wants_view
+            present = [peer.incarnation for peer in staying]
+            return timed_out or not state.voter.find_absent_members(present) - state.unreachable
+        is_idle = all(peer.status.workers is Workers.FINISHED for peer in staying)
+        return timed_out and is_idle and not self.peers.disconnected
 
     def _has_finished_or_is_absent(self, member: Incarnation, generation: int) -> bool:
-        if member == self.state.incarnation:
-            return self.state.finished_generation == generation
-        peer = self.peers.by_incarnation.get(member)
-        return peer is None or peer.is_leaving or peer.finished_generation == generation
+        peer = self.own if member == self.state.incarnation else self.peers.by_incarnation.get(member)
+        return peer is None or peer.is_leaving or peer.status.has_finished(generation)
 
     def _begin_end(self) -> None:
         """Stop the workers that still run, and let the end of the job be decided."""
         state, view = self.state, self.state.view
-        finished = {peer.incarnation for peer in self.peers if peer.finished_generation == view.generation}
+        finished = {peer.incarnation for peer in self.peers if peer.status.has_finished(view.generation)}
         finished.add(state.incarnation)
         unfinished = [str(member) for member in view.members if member not in finished]
         self.end_view(ViewEnd.JOB_OVER)
@@ -598,20 +573,13 @@ class Leader(Role):
         """End the calls to nodes that do not follow."""
         self.discovery.close()
 
-    def _handle_own_join(self, _: None, request: messages.JoinRequest) -> None:
-        own = self.state.incarnation
-        self._end_view_of(own)
-        for peer in list(self.peers):
+    def _take_own_status(self, *_: object) -> None:
+        self._take_status(self.own, self.state.status)
+
+    def _handle_own_join(self, *_: object) -> None:
+        self._take_own_status()
+        for peer in self.peers:
             self._refuse_other_script(peer)
-        self.view_change.handle_join(own, request.join, self.running_view)
-
-    def _handle_own_failure(self, _: None, report: messages.FailureReport) -> None:
-        if self.running_view and report.generation == self.running_view.generation:
-            self._end_view_of(self.state.incarnation)
-
-    def _handle_own_preparation(self, _: None, message: messages.Preparation) -> None:
-        if not message.is_running:
-            self.view_change.schedule_scale_up(self.state.incarnation, self.running_view)
 
     def hand_over(self, departure: DepartureReason) -> bool:
         """Step down for the lowest ranked follower that stays; return whether one is here or may come."""
@@ -635,7 +603,7 @@ class Leader(Role):
 
     def leave(self, departure: DepartureReason) -> None:
         """Send all followers a leave notice; they look for another leader at once."""
-        self._broadcast(messages.LeaveNotice(departure, is_final=True))
+        self._broadcast(messages.LeaveNotice(departure))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
@@ -661,19 +629,19 @@ class Leader(Role):
     }
     _FOLLOWER_HANDLERS: ClassVar[Handlers] = {
         messages.Heartbeat: _handle_heartbeat,
-        messages.JoinRequest: _handle_join,
-        messages.Preparation: _handle_preparation,
-        messages.NodeFinished: _handle_finished,
+        NodeStatus: _handle_status,
         messages.FailJob: _handle_fail_job,
         messages.LeaveNotice: _handle_leave_notice,
         Vote: _handle_vote,
         messages.ProposalAck: lambda self, peer, ack: self.view_change.handle_ack(peer.incarnation, ack),
-        messages.FailureReport: _handle_failure,
+        messages.FailureReport: lambda self, peer, report: self.state.record_failure_report(
+            peer.incarnation, report
+        ),
     }
     _OWN_HANDLERS: ClassVar[Handlers] = {
-        messages.JoinRequest: _handle_own_join,
-        messages.Preparation: _handle_own_preparation,
+        interface.JoinRequest: _handle_own_join,
+        interface.Preparation: _take_own_status,
         Fact: lambda self, *_: self._add_facts(self.state.incarnation, self.state.outbox.take()),
-        messages.FailureReport: _handle_own_failure,
-        interface.WorkersFinished: lambda self, *_: self.view_change.reevaluate(),
+        messages.FailureReport: _take_own_status,
+        interface.WorkersFinished: _take_own_status,
     }

@@ -5,6 +5,7 @@ A node that receives a newer decided view adopts it (`state.NodeState.adopt_view
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import Failure
@@ -50,22 +51,63 @@ class JoinSpec:
     """The script's arguments in one line, secrets masked. They may differ, and then every node logs them."""
 
 
+class Workers(enum.Enum):
+    """What a node's workers do, and what the node asks for."""
+
+    STOPPED = "stopped"
+    """None run, and the node has not joined yet: it has just begun, or waits after a failure."""
+    RUNNING = "running"
+    JOINED = "joined"
+    """They have ended, and the node asks for the next view."""
+    FINISHED = "finished"
+    """All have succeeded."""
+    LEAVING = "leaving"
+    """They have ended, and the node asks for a view without it, for which it votes before it leaves."""
+    FAILED = "failed"
+    """They have ended, and the node asks for the end of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """Report what the sender's workers do; a follower sends it when that changes."""
+
+    workers: Workers = Workers.STOPPED
+    generation: int = 0
+    """The one that runs or has finished; else the newest that the sender knows to be started."""
+    join: JoinSpec | None = None
+    departure: DepartureReason | None = None
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the workers have ended and will not begin again in this view, so that the node may vote."""
+        return self.workers not in {Workers.STOPPED, Workers.RUNNING}
+
+    def runs(self, view: View | None) -> bool:
+        """Return whether the workers of a view run."""
+        return self.workers is Workers.RUNNING and view is not None and self.generation == view.generation
+
+    def has_finished(self, generation: int) -> bool:
+        """Return whether the workers of a generation have succeeded."""
+        return self.workers is Workers.FINISHED and self.generation == generation
+
+
+NO_STATUS = NodeStatus()
+"""Of a node that has just begun."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """Ask a node to lead, and describe the sender.
 
     `view` is the newest view that the sender knows to be decided, and `promised` its greatest ballot.
-    `running_generation` is the generation whose workers run at the sender, `finished_generation` the one
-    whose workers have all finished. The settings from `node_timeout_s` on must be equal on all nodes.
+    The settings from `node_timeout_s` on must be equal on all nodes.
     """
 
     sender: Incarnation
     view: View
     promised: Ballot
     max_generation: int
-    join: JoinSpec | None = None
-    running_generation: int = 0
-    finished_generation: int = 0
+    status: NodeStatus = NO_STATUS
     node_timeout_s: float = 0.0
     min_nodes: int = 0
     max_nodes: int = 0
@@ -112,13 +154,6 @@ class Refused:
     """Refuse a node."""
 
     refusal: Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRequest:
-    """Report that the sender's workers are stopped, and ask for the next view."""
-
-    join: JoinSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,28 +238,10 @@ class FailJob:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFinished:
-    """Report that the sender's workers of that generation have all succeeded."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """Report whether the sender, which has joined, prepares its workers."""
-
-    is_running: bool
-
-
-@dataclass(frozen=True, slots=True)
 class LeaveNotice:
-    """Report that the sender's workers have ended, and that its process ends now if `is_final`.
-
-    Otherwise ask for a view without the sender, which votes for it before it leaves.
-    """
+    """Report that the sender's workers have ended, and that its process ends now."""
 
     departure: DepartureReason
-    is_final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +281,7 @@ Message = (
     | Welcome
     | Redirect
     | Refused
-    | JoinRequest
-    | Preparation
+    | NodeStatus
     | Heartbeat
     | RequestVote
     | Vote
@@ -278,7 +294,6 @@ Message = (
     | Waiting
     | FailureReport
     | FailJob
-    | NodeFinished
     | JobEnd
     | LeaveNotice
     | LeaderAnnouncement

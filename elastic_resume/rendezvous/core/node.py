@@ -25,6 +25,7 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.messages import Workers
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.searcher import Searcher
 from elastic_resume.rendezvous.core.state import Lead, Left, NextRole, NodeState, Role, Search
@@ -121,26 +122,29 @@ class RendezvousNode:
 
     # Events of this node's agent, before the role handles them.
 
-    def _handle_join_request(self, event: messages.JoinRequest) -> None:
-        if self.state.leaving:
+    def _handle_join_request(self, event: interface.JoinRequest) -> None:
+        state = self.state
+        if state.is_leaving:
             return  # the agent was about to join when it was asked to leave
-        self.state.stop_workers(WorkersStopped(self.state.incarnation.node))
-        self.state.join, self.state.join_since = event.join, self.state.now
-        self.state.script = event.join.script
+        state.stop_workers(WorkersStopped(state.incarnation.node))
+        state.set_workers(Workers.JOINED, join=event.join)
+        state.join_since, state.script = state.now, event.join.script
         self.role.handle_own(event)
 
-    def _handle_preparation(self, event: messages.Preparation) -> None:
-        if self.state.join:
-            self.state.join = replace(self.state.join, is_preparing=event.is_running)
+    def _handle_preparation(self, event: interface.Preparation) -> None:
+        join = self.state.status.join
+        if join:
+            self.state.set_workers(Workers.JOINED, join=replace(join, is_preparing=event.is_running))
             self.role.handle_own(event)
 
     def _handle_workers_finished(self, event: interface.WorkersFinished) -> None:
         state = self.state
         # They may have finished just before EndView arrived.
-        view = state.running_view or state.last_view
-        if view is None or state.join is not None:
+        view = state.last_view
+        if view is None or state.status.workers not in {Workers.RUNNING, Workers.STOPPED}:
             return
-        state.finished_generation, state.running_view, state.join_since = view.generation, None, state.now
+        state.status = messages.NodeStatus(Workers.FINISHED, view.generation)
+        state.join_since = state.now
         self.role.handle_own(event)
 
     def _handle_failure_report(self, event: messages.FailureReport) -> None:
@@ -155,8 +159,9 @@ class RendezvousNode:
             self.role.handle_own(fact)
 
     def _handle_fail_job(self, event: messages.FailJob) -> None:
-        self.state.job_failure, self.state.has_failed_job = event.failure, True
+        self.state.job_failure = event.failure
         self.state.stop_workers(ViewEnd.JOB_OVER)
+        self.state.set_workers(Workers.FAILED)
         self.role.handle_own(event)
 
     def _handle_leave(self, event: interface.Leave) -> None:
@@ -166,11 +171,10 @@ class RendezvousNode:
         if not waits or not self.role.hand_over(event.departure):
             self._leave(event.departure)
             return
-        state.leaving, self._leave_at = event.departure, state.now + LEAVE_TIMEOUT_S
-        state.hand_over_at = state.now + HAND_OVER_AFTER_S
+        self._leave_at, state.hand_over_at = state.now + LEAVE_TIMEOUT_S, state.now + HAND_OVER_AFTER_S
         self._leave_generation = state.view.generation
-        state.join = None
         state.stop_workers(NodeLost(state.incarnation.node, Loss.LEFT, event.departure))
+        state.set_workers(Workers.LEAVING, departure=event.departure)
         self.role.handle_own(event)
 
     # Roles.
@@ -184,12 +188,13 @@ class RendezvousNode:
             if self.end_reason:
                 return
             self.role.advance()
-        if state.leaving:
+        departure = state.status.departure
+        if departure:
             # A view that was proposed before may still have this node.
             is_decided = state.view.generation > self._leave_generation
             is_left_out = is_decided and state.view.rank(state.incarnation) is None
             if is_left_out or state.is_vote_held or state.now >= self._leave_at:
-                self._leave(state.leaving)
+                self._leave(departure)
                 return
         if state.now >= self._give_up_at():
             reason = JoinTimeout(state.settings.join_timeout_s, self.role.explain_wait())
@@ -197,7 +202,7 @@ class RendezvousNode:
             self._give_up(interface.EndMembership(reason))
 
     def _give_up_at(self) -> float:
-        waits = self.state.join or self.state.finished_generation
+        waits = self.state.status.workers in {Workers.JOINED, Workers.FINISHED}
         return self.state.join_since + self.state.settings.join_timeout_s if waits else float("inf")
 
     def _change_role(self, next_role: NextRole) -> None:
@@ -278,8 +283,8 @@ class RendezvousNode:
         interface.Persisted: lambda self, event: self.state.voter.handle_written(event.version),
     }
     _HANDLERS = _HANDLERS_AFTER_END | {
-        messages.JoinRequest: _handle_join_request,
-        messages.Preparation: _handle_preparation,
+        interface.JoinRequest: _handle_join_request,
+        interface.Preparation: _handle_preparation,
         messages.FailureReport: _handle_failure_report,
         messages.FailJob: _handle_fail_job,
         Fact: _handle_fact,

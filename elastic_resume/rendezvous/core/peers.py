@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elastic_resume.rendezvous.core.messages import Header, JoinSpec
+from elastic_resume.rendezvous.core.messages import NO_STATUS, Header, NodeStatus, Workers
 from elastic_resume.rendezvous.core.world import Incarnation, View
 
 NEVER = float("-inf")
@@ -74,26 +74,16 @@ class Peer:
 
     incarnation: Incarnation
     link: Link
-    join: JoinSpec | None = None
-    running_generation: int = 0
-    finished_generation: int = 0
+    status: NodeStatus = NO_STATUS
     is_twin: bool = False
     """See `interface.PersistentState`."""
-    is_leaving: bool = False
-    """It waits for a view without it."""
     disconnected_at: float | None = None
     """When its link broke. The leader dials it until it answers, is dead, or is given up."""
 
     @property
-    def has_finished(self) -> bool:
-        """Whether its workers have succeeded, and it stays."""
-        is_idle = self.finished_generation > 0 and self.running_generation == 0
-        return is_idle and self.join is None and not self.is_leaving
-
-    @property
-    def has_stopped_workers(self) -> bool:
-        """Whether it has joined, or its workers have finished, or it leaves."""
-        return self.join is not None or self.has_finished or self.is_leaving
+    def is_leaving(self) -> bool:
+        """Whether it waits for a view without it."""
+        return self.status.workers is Workers.LEAVING
 
 
 class PeerTable:

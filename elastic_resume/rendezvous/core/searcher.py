@@ -118,7 +118,7 @@ class Searcher(Role):
     def _handle_hello(self, link: Link, hello: messages.Hello) -> None:
         self.state.voter.mark_former_ended(hello.sender)
         link.peer = hello.sender
-        if not self.named_leader and (self.state.leaving or self._defers()):
+        if not self.named_leader and (self.state.is_leaving or self._defers()):
             # It will not lead: nobody shall wait for it, nor a former follower dial on.
             self.waiting_peers.pop(link.conn_id, None)
             self.state.send(link, messages.Redirect())
@@ -243,7 +243,7 @@ class Searcher(Role):
         self._end_timed_out_calls()
         if state.next_role:
             return
-        if self._may_lead() and state.voter.is_durable and not state.leaving and self._leads_now():
+        if self._may_lead() and state.voter.is_durable and not state.is_leaving and self._leads_now():
             state.end_role(Lead(self.waiting_peers))
             return
         for address in [address for address, at in self.retry_at.items() if at <= state.now]:

@@ -22,6 +22,7 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.backoff import Backoff
+from elastic_resume.rendezvous.core.messages import Workers
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
 from elastic_resume.rendezvous.core.world import (
@@ -79,8 +80,6 @@ class NodeState:
         self.voter = Voter(settings, incarnation, persistent_state, now, max_generation)
         self.next_role: NextRole | None = None
         """What the role has to make place for: see `end_role`."""
-        self.leaving: DepartureReason | None = None
-        """Why this node leaves; it only votes any more, for a view without it."""
         self.hand_over_at = float("inf")
         """When it hands its vote over, unless a view without it is decided before."""
         self.is_vote_held = False
@@ -88,22 +87,18 @@ class NodeState:
         self.now = now
         self.links: dict[int, Link] = {}
         self.effects: list[interface.Effect] = []
-        self.join: messages.JoinSpec | None = None
+        self.status = messages.NO_STATUS
         self.join_since = now
         self.script = ""
         """`JoinSpec.script` of this node's newest join."""
-        self.running_view: View | None = None
         self.last_view: View | None = None
         """The newest view whose workers ran here."""
         self.started_generation = 0
         """The newest generation whose workers were started anywhere, as far as known."""
-        self.finished_generation = 0
         self.connection_errors: dict[str, str] = {}
         """Why the last connection to a candidate failed, by address."""
         self.job_failure: JobFailure | None = None
         """Why this node demands the end of the job."""
-        self.has_failed_job = False
-        """This node's own agent demands it. Its workers have ended, and it joins no more."""
         self.backoff = Backoff(settings.node_timeout_s)
         self.failure_log = FailureLog()
         self.failure_report: messages.FailureReport | None = None
@@ -117,11 +112,19 @@ class NodeState:
         """How often this node has led without a quorum since the newest view was decided."""
         self._last_conn_id = 0
 
-    def has_stopped(self) -> bool:
-        """Return whether this node's workers of the newest view have ended."""
-        is_idle = self.join is not None or self.finished_generation > 0
-        is_idle = is_idle or bool(self.leaving) or self.has_failed_job
-        return self.running_view is None and is_idle
+    @property
+    def running_view(self) -> View | None:
+        """The view whose workers run on this node."""
+        return self.last_view if self.status.workers is Workers.RUNNING else None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this node only votes any more, for a view without it."""
+        return self.status.workers is Workers.LEAVING
+
+    def set_workers(self, workers: Workers, **fields: Any) -> None:
+        """Note what this node's workers do now, once they do not run any more."""
+        self.status = messages.NodeStatus(workers, self.started_generation, **fields)
 
     @property
     def view(self) -> View:
@@ -181,16 +184,13 @@ class NodeState:
 
     def make_hello(self) -> messages.Hello:
         """Describe this node to a possible leader."""
-        running = self.running_view.generation if self.running_view else 0
         settings = self.settings
         return messages.Hello(
             self.incarnation,
             self.view,
             self.voter.known.promised,
             self.voter.known.max_generation,
-            self.join,
-            running,
-            self.finished_generation,
+            self.status,
             settings.node_timeout_s,
             settings.min_nodes,
             settings.max_nodes,
@@ -206,8 +206,8 @@ class NodeState:
         rank = view.rank(self.incarnation)
         if rank is None:
             return
-        self.running_view, self.join, self.finished_generation, self.lease_until = view, None, 0, lease_until
-        self.last_view = view
+        self.status = messages.NodeStatus(Workers.RUNNING, view.generation)
+        self.last_view, self.lease_until = view, lease_until
         self.failure_report = None
         self.effects.append(
             interface.StartWorkers(
@@ -229,7 +229,7 @@ class NodeState:
         if self.running_view is None:
             return
         self.effects.append(interface.StopWorkers(self.running_view.generation, reason, immediately))
-        self.running_view = None
+        self.set_workers(Workers.STOPPED)
         self.lease_until = NEVER
 
     def record_failure_report(self, incarnation: Incarnation, report: messages.FailureReport) -> None:

@@ -33,8 +33,8 @@ from elastic_resume.policy.reasons import (
 )
 from elastic_resume.rendezvous.core.backoff import MAX_BACKOFF_S
 from elastic_resume.rendezvous.core.decision import Decision
-from elastic_resume.rendezvous.core.messages import JoinSpec, ProposalAck, StartView
-from elastic_resume.rendezvous.core.peers import NEVER, PeerTable
+from elastic_resume.rendezvous.core.messages import JoinSpec, ProposalAck, StartView, Workers
+from elastic_resume.rendezvous.core.peers import NEVER, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import (
     Incarnation,
@@ -57,9 +57,10 @@ MAX_ACK_NODE_TIMEOUTS = 2
 class ViewChange:
     """Forms one view after another for a leader."""
 
-    def __init__(self, state: NodeState, peers: PeerTable) -> None:
+    def __init__(self, state: NodeState, peers: PeerTable, own: Peer) -> None:
         self.state = state
         self.peers = peers
+        self.own = own
         self.decision = Decision(state, peers)
         self.joins: dict[Incarnation, JoinSpec] = {}
         """The nodes of the proposal."""
@@ -95,9 +96,15 @@ class ViewChange:
         else:
             self.evaluate_at = self.state.now
 
-    def handle_join(self, incarnation: Incarnation, join: JoinSpec, running_view: View | None) -> None:
-        """Note that a node has joined; another newcomer may follow it."""
-        if self.state.view.rank(incarnation) is None:
+    def list_nodes(self) -> list[Peer]:
+        """Return the followers and this node."""
+        return [*self.peers.by_incarnation.values(), self.own]
+
+    def handle_join(
+        self, incarnation: Incarnation, join: JoinSpec, running_view: View | None, *, is_new: bool
+    ) -> None:
+        """Note that a node has joined, or is ready now; another newcomer may follow one that `is_new`."""
+        if is_new and self.state.view.rank(incarnation) is None:
             self.last_arrival_at = self.state.now
         if not join.is_preparing:
             self.schedule_scale_up(incarnation, running_view)
@@ -124,7 +131,7 @@ class ViewChange:
             return
         self.evaluate_at, self.proposed_at = float("inf"), self.state.now
         votes = decision.find_quorum(decision.cast.keys(), self._find_replaced_nodes)
-        if votes is not None and self.state.has_stopped() and not self._may_replace_left_out():
+        if votes is not None and self.state.status.has_stopped and not self._may_replace_left_out():
             self.blocked_since = None
         if votes is not None:
             earlier = decision.find_proposal_to_repeat(votes)
@@ -228,11 +235,12 @@ class ViewChange:
         store_address = joins[view.members[0]].store_address
         arguments = compare_arguments(view, joins)
         finished = name_nodes(self._list_finished_nodes())
-        preparing = tuple(
-            node.node
-            for node in before.members
-            if view.rank(node) is None and (join := self._find_join(node)) and join.is_preparing
-        )
+        preparing_nodes = {
+            peer.incarnation
+            for peer in self.list_nodes()
+            if (join := peer.status.join) and join.is_preparing and view.rank(peer.incarnation) is None
+        }
+        preparing = tuple(node.node for node in before.members if node in preparing_nodes)
         return (
             view,
             None,
@@ -268,7 +276,7 @@ class ViewChange:
         """Return the nodes that want to be in the next view; none if it cannot be proposed yet."""
         state, settings = self.state, self.state.settings
         stop_until = self.began_at + MAX_STOP_S
-        if not state.has_stopped():
+        if not state.status.has_stopped:
             if state.now < stop_until:
                 return self._wait(WorkersRunning(state.incarnation.node), stop_until)
             self._note_blocked()
@@ -277,7 +285,7 @@ class ViewChange:
             return self._wait(Wait.LINK_BROKEN)
         if state.now < stop_until:
             for peer in self.peers.by_incarnation.values():
-                if not peer.has_stopped_workers:
+                if not peer.status.has_stopped:
                     return self._wait(WorkersRunning(peer.incarnation.node), stop_until)
         joins = self._list_joins()
         present = {state.incarnation, *self.peers.by_incarnation}
@@ -300,22 +308,14 @@ class ViewChange:
 
     def _list_finished_nodes(self) -> list[str]:
         """Return the nodes here whose workers have succeeded. Fewer than the minimum may then end, too."""
-        state = self.state
-        finished = [peer.incarnation.node for peer in self.peers.by_incarnation.values() if peer.has_finished]
-        if state.join is None and state.finished_generation > 0 and not state.leaving:
-            finished.append(state.incarnation.node)
-        return finished
-
-    def _find_join(self, node: Incarnation) -> JoinSpec | None:
-        peer = self.peers.by_incarnation.get(node)
-        return self.state.join if node == self.state.incarnation else peer.join if peer else None
+        return [
+            peer.incarnation.node for peer in self.list_nodes() if peer.status.workers is Workers.FINISHED
+        ]
 
     def _list_joins(self) -> dict[Incarnation, JoinSpec]:
         """Return the nodes that have joined, without those that have to wait, if the others are enough."""
         state = self.state
-        joins = {peer.incarnation: peer.join for peer in self.peers.by_incarnation.values() if peer.join}
-        if state.join:
-            joins[state.incarnation] = state.join
+        joins = {peer.incarnation: join for peer in self.list_nodes() if (join := peer.status.join)}
         state.backoff.settle(max((join.newest_step for join in joins.values()), default=0))
         self.left_out = self._find_left_out(joins)
         joins = {node: join for node, join in joins.items() if node not in self.left_out}
@@ -347,9 +347,9 @@ class ViewChange:
     def keep_apart(self, pairs: frozenset[frozenset[str]], running_view: View | None) -> None:
         """Form no view with both nodes of a pair; nodes that are in no pair any more may be newcomers."""
         self.apart = pairs
-        for node in [self.state.incarnation, *self.peers.by_incarnation]:
-            if (join := self._find_join(node)) and not join.is_preparing:
-                self.schedule_scale_up(node, running_view)
+        for peer in self.list_nodes():
+            if (join := peer.status.join) and not join.is_preparing:
+                self.schedule_scale_up(peer.incarnation, running_view)
         self.reevaluate()
 
     def _note_left_out(self, before: View) -> None:
@@ -413,12 +413,12 @@ class ViewChange:
 
     def list_ready_newcomers(self, view: View) -> list[Incarnation]:
         """Return the joined nodes outside of a view that it could admit."""
-        joins = [(peer.incarnation, peer.join) for peer in self.peers.by_incarnation.values()]
-        return [
-            node
-            for node, join in [*joins, (self.state.incarnation, self.state.join)]
-            if join and not join.is_preparing and view.rank(node) is None and not self.is_cut_off(node, view)
+        ready = [
+            peer.incarnation
+            for peer in self.list_nodes()
+            if (join := peer.status.join) and not join.is_preparing
         ]
+        return [node for node in ready if view.rank(node) is None and not self.is_cut_off(node, view)]
 
     def handle_view_started(self, view: View) -> None:
         """Schedule the next view if it has room for nodes that joined too late for this one."""

@@ -65,7 +65,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
     if isinstance(role, Leader):
         members = role.running_view.members if role.running_view else ()
         present = {state.incarnation, *role.peers.by_incarnation}
-        joins = {peer.incarnation: peer.join for peer in role.peers} | {state.incarnation: state.join}
+        joins = {peer.incarnation.node: peer.status.join for peer in (*role.peers, role.own)}
         absent = () if role.running_view else set(state.view.members) - present
         return RendezvousStatus(
             state.incarnation,
@@ -74,7 +74,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
             view=role.running_view,
             generation=state.view.generation,
             others=tuple(sorted(present - set(members), key=lambda other: other.node)),
-            preparing=tuple(sorted(node.node for node, join in joins.items() if join and join.is_preparing)),
+            preparing=tuple(sorted(name for name, join in joins.items() if join and join.is_preparing)),
             missing=tuple(sorted(member.node for member in absent)),
             waiting_reason="" if role.running_view else _describe(role.explain_wait()),
             end_reason=_describe(node.end_reason),
@@ -84,7 +84,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
         leader=role.leader if isinstance(role, Follower) else None,
         view=state.running_view,
         generation=state.view.generation,
-        waiting_reason=_describe(role.explain_wait()) if state.join and not state.running_view else "",
+        waiting_reason=_describe(role.explain_wait()) if state.status.join else "",
         end_reason=_describe(node.end_reason),
     )
 

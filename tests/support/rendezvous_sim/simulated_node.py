@@ -360,7 +360,7 @@ class SimulatedNode(Host):
         if incarnation_id == self.incarnation_id and self.agent and not self.has_failed_job:
             self.checkers.on_stop(self.name)
             join = messages.JoinSpec(f"{self.name}:store", 1, self.order, is_preparing=self.is_preparing)
-            self._handle_event(messages.JoinRequest(join))
+            self._handle_event(interface.JoinRequest(join))
 
     def _prepare_for_a_while(self) -> None:
         if self.preparation_s:
@@ -372,14 +372,14 @@ class SimulatedNode(Host):
         """Let new workers take long to start from now on."""
         self.is_preparing = True
         if self.agent:
-            self._handle_event(messages.Preparation(is_running=True))
+            self._handle_event(interface.Preparation(is_running=True))
 
     def finish_preparation(self, incarnation_id: int = 0) -> None:
         """Let new workers start at once from now on."""
         if incarnation_id in (0, self.incarnation_id):
             self.is_preparing = False
         if self.agent and not self.is_preparing:
-            self._handle_event(messages.Preparation(is_running=False))
+            self._handle_event(interface.Preparation(is_running=False))
 
     def _join_soon(self, within_s: float) -> None:
         self.clock.call_at(
@@ -388,9 +388,8 @@ class SimulatedNode(Host):
 
     def _join_unless_finished(self, incarnation_id: int) -> None:
         """Join, unless the workers succeeded just before they were to be stopped."""
-        if self.agent and not (
-            self.agent.state.finished_generation and incarnation_id == self.incarnation_id
-        ):
+        has_finished = self.agent and self.agent.state.status.workers is messages.Workers.FINISHED
+        if not (has_finished and incarnation_id == self.incarnation_id):
             self.request_join(incarnation_id)
 
     def send_digest(self, step: int, state: str) -> None:
@@ -576,7 +575,7 @@ class SimulatedNode(Host):
     def _on_workers_stopped(self, incarnation_id: int) -> None:
         if incarnation_id == self.incarnation_id and self.agent and not self.agent.running_view:
             self.checkers.on_stop(self.name)
-            is_waiting = self.end or self.agent.state.join or self.agent.state.leaving or self.delays_join
+            is_waiting = self.end or self.agent.state.status.has_stopped or self.delays_join
             if not is_waiting:
                 self._join_soon(0.1)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import combinations, permutations
 
 from elastic_resume.rendezvous.core.interface import RendezvousSettings
-from elastic_resume.rendezvous.core.messages import Header, Heartbeat
+from elastic_resume.rendezvous.core.messages import Header, Heartbeat, Workers
 from elastic_resume.rendezvous.core.quorum import Electorate, breaks_tie, find_counted, find_replacing_quorum
 from elastic_resume.rendezvous.core.world import Incarnation, View
 from tests.support.rendezvous_sim.invariants import (
@@ -427,7 +427,9 @@ class Simulation:
         spares = self.crash_loops - self.checkers.running.keys()
         alive = [node for node in alive if node.name not in spares]
         live = [self.checkers.running[node.name] for node in alive if node.name in self.checkers.running]
-        unfinished = [node for node in alive if node.agent and not node.agent.state.finished_generation]
+        unfinished = [
+            node for node in alive if node.agent and node.agent.state.status.workers is not Workers.FINISHED
+        ]
         wanted = min(len(unfinished), self.settings.max_nodes)
         newest = {start.generation for start in live} or {max(self.checkers.views, default=0)}
         if len(newest) == 1 and (len(live) == wanted or newest <= self.checkers.finished_generations):

@@ -8,9 +8,9 @@ import pytest
 
 from elastic_resume.policy.reasons import SettingDiffers
 from elastic_resume.rendezvous.core.admission import Admission
-from elastic_resume.rendezvous.core.interface import RendezvousSettings, Send
+from elastic_resume.rendezvous.core.interface import JoinRequest, RendezvousSettings, Send
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import Hello, JoinRequest, JoinSpec, Refused
+from elastic_resume.rendezvous.core.messages import Hello, JoinSpec, NodeStatus, Refused, Workers
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.view_change import (
@@ -82,7 +82,7 @@ def test_node_with_another_script_is_refused_whoever_joins_first(
     leader, link = Leader(state, {}), Link(-1, peer=other)
     state.links[-1] = link
     leader.peers.add(Peer(other, link))
-    theirs = JoinRequest(JoinSpec("b:1", 1, script=script))
+    theirs = NodeStatus(Workers.JOINED, join=JoinSpec("b:1", 1, script=script))
     if not leader_joins_first:
         leader.handle_message(link, theirs)
     state.script = "a"

@@ -20,6 +20,7 @@ from elastic_resume.policy.failure_classification import MAX_FAILURES, Failure
 from elastic_resume.policy.reasons import WorkersRunning
 from elastic_resume.rendezvous.core.interface import (
     Event,
+    JoinRequest,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
@@ -33,7 +34,6 @@ from elastic_resume.rendezvous.core.messages import (
     Header,
     Heartbeat,
     Hello,
-    JoinRequest,
     JoinSpec,
     Message,
     Propose,

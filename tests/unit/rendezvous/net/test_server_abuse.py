@@ -25,12 +25,11 @@ from elastic_resume.rendezvous.core.messages import (
     Header,
     Heartbeat,
     Hello,
-    JoinRequest,
     JoinSpec,
     LeaderAnnouncement,
     LeaveNotice,
     Message,
-    NodeFinished,
+    NodeStatus,
     ProposalAck,
     Propose,
     Redirect,
@@ -39,6 +38,7 @@ from elastic_resume.rendezvous.core.messages import (
     StartView,
     Waiting,
     Welcome,
+    Workers,
 )
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, JobEnd, Proposal, View, Vote
 from elastic_resume.rendezvous.net import protocol
@@ -295,7 +295,7 @@ def all_messages() -> list[Message]:
         Welcome(impostor, world),
         Redirect("127.0.0.1:1"),
         Refused(SettingDiffers("--nnodes", "1:2", "1:4")),
-        JoinRequest(JoinSpec("127.0.0.1:1", 1)),
+        NodeStatus(Workers.JOINED, 10**6, JoinSpec("127.0.0.1:1", 1)),
         Heartbeat(),
         RequestVote(1, ballot),
         Vote(1, ballot, proposal),
@@ -306,9 +306,9 @@ def all_messages() -> list[Message]:
         EndView(1, ViewEnd.PAUSED),
         Waiting(Wait.LINK_BROKEN),
         FailJob(FAILURE),
-        NodeFinished(1),
+        NodeStatus(Workers.FINISHED, 1),
         JobEnd(10**6, FAILURE),
-        LeaveNotice(Signalled("SIGTERM"), is_final=True),
+        LeaveNotice(Signalled("SIGTERM")),
         LeaderAnnouncement(impostor, 0, 0, 0, 9),
     ]
 

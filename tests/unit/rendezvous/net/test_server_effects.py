@@ -16,13 +16,14 @@ from elastic_resume.rendezvous.core.interface import (
     Connect,
     Disconnect,
     Effect,
+    JoinRequest,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
     Send,
     Tick,
 )
-from elastic_resume.rendezvous.core.messages import Header, Heartbeat, JoinRequest, JoinSpec, Redirect
+from elastic_resume.rendezvous.core.messages import Header, Heartbeat, JoinSpec, Redirect
 from elastic_resume.rendezvous.net import protocol, server
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread, raise_descriptor_limit

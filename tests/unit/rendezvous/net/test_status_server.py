@@ -17,7 +17,7 @@ import pytest
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.interface import RendezvousSettings
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import Hello, JoinSpec, Welcome
+from elastic_resume.rendezvous.core.messages import Hello, JoinSpec, NodeStatus, StartView, Welcome, Workers
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.peers import Link, Peer
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, View
@@ -292,13 +292,18 @@ B, C = Incarnation("b", "2", 1, "b:1"), Incarnation("c", "3", 1, "c:1")
 VIEW = View(7, (A, B), A)
 
 
+def joined(join: JoinSpec) -> NodeStatus:
+    """Return the status of a node that has joined."""
+    return NodeStatus(Workers.JOINED, join=join)
+
+
 def make_leader() -> tuple[RendezvousNode, Leader]:
     """Return a leader of the view of two nodes whose follower is absent; a third one is here and prepares."""
     node = RendezvousNode(RendezvousSettings(("a:1", "b:1"), min_nodes=2, max_nodes=3), A, None, 0.0)
     node.state.adopt_view(VIEW)
     node.role = role = Leader(node.state, {})
-    role.peers.add(Peer(C, Link(-1, peer=C), JoinSpec("c:1", 1, is_preparing=True)))
-    node.state.join = JoinSpec("a:1", 1)
+    role.peers.add(Peer(C, Link(-1, peer=C), joined(JoinSpec("c:1", 1, is_preparing=True))))
+    node.state.status = joined(JoinSpec("a:1", 1))
     return node, role
 
 
@@ -327,7 +332,7 @@ def test_status_of_a_follower() -> None:
     node.role = Follower(node.state, Link(1, "a:1", A), Welcome(A, VIEW))
     assert build_status(node).leader == A
     assert not build_status(node).waiting_reason, "it has not asked for a view"
-    node.state.join = JoinSpec("b:1", 1)
+    node.state.status = joined(JoinSpec("b:1", 1))
     assert "a" in build_status(node).waiting_reason.split()
-    node.state.running_view = VIEW
+    node.state.start_workers(VIEW, StartView(7, "a:1", (1, 1)), 1.0)
     assert (build_status(node).view, build_status(node).waiting_reason) == (VIEW, "")
