@@ -52,13 +52,12 @@ from rendezvous_simulated import simulate
 from elastic_resume.rendezvous.core.interface import (
     Effect,
     JoinRequest,
-    PersistentState,
     RendezvousSettings,
     StartWorkers,
     StopWorkers,
 )
 from elastic_resume.rendezvous.core.messages import JoinSpec
-from elastic_resume.rendezvous.core.world import Incarnation
+from elastic_resume.rendezvous.core.world import Incarnation, PersistentState
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, raise_descriptor_limit

@@ -26,7 +26,7 @@ from elastic_resume.policy.restart import JobFailure
 from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.node import LEAVE_TIMEOUT_S, RendezvousNode
-from elastic_resume.rendezvous.core.world import Incarnation
+from elastic_resume.rendezvous.core.world import Incarnation, PersistentState
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
 from elastic_resume.rendezvous.facts import MAX_BODY_CHARS, Fact, FactBody, Topic
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
@@ -57,7 +57,7 @@ class JobCompleted(Exception):  # noqa: N818 - not an error
 
 
 def make_incarnation(
-    node: str, state: interface.PersistentState | None, listen_endpoint: ListenEndpoint
+    node: str, state: PersistentState | None, listen_endpoint: ListenEndpoint
 ) -> Incarnation:
     """Number this process of a node's directory, whose state on disk is ``state``.
 

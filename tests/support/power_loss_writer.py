@@ -25,8 +25,7 @@ from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import allocate_memory, checkpoint_name
 from elastic_resume.errors import MachineError
-from elastic_resume.rendezvous.core.interface import PersistentState
-from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, PersistentState
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from tests.support.checkpoint_samples import RUN, make_manifest, save_image
 

@@ -176,6 +176,19 @@ def test_decisions_are_pure(modules: list[Module]) -> None:
     assert {m.path: impure for m in pure if (impure := {n.split(".")[0] for n in m.imports} & IMPURE)} == {}
 
 
+def test_decision_of_views_uses_no_time_link_or_setting(modules: list[Module]) -> None:
+    """The argument of `docs/concepts/worlds.md` is to be checked in two modules, without what can fail."""
+    core = "elastic_resume.rendezvous.core"
+    by_path = {module.path: module for module in modules}
+    sequence, world = (by_path[f"rendezvous/core/{name}.py"] for name in ("sequence", "world"))
+    assert {
+        name for name in sequence.imports if name.startswith(f"{core}.") and ".world" not in name
+    } == set()
+    assert not any(name.startswith(core) for name in world.imports)
+    words = {word for module in (sequence, world) for word in module.words}
+    assert {word for word in words if word.endswith(("_at", "_s", "settings", "link"))} == set()
+
+
 def test_only_atomic_io_makes_files_durable(modules: list[Module]) -> None:
     """fsync, rename and removal of checkpoints go through one module."""
     others = {"checkpoint/atomic_io.py", "testing/cluster.py", "testing/equivalence.py"}

@@ -30,12 +30,12 @@ running view stays, then the one that knows the newer view, then the one with mo
 Messages. A node follows a leader when it has been welcomed and has sent its first reply::
 
     searcher  → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
-    follower  → leader      Heartbeat NodeStatus Vote ProposalAck FailureReport FailJob LeaveNotice
+    follower  → leader      Heartbeat WorkersStatus Vote ProposalAck FailureReport FailJob LeaveNotice
     leader    → follower    Heartbeat RequestVote VoteHeld Propose StartView Decided EndView Waiting
                             JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect | JobEnd
 
-How a view is decided (`quorum`, `voter`, `decision`): `docs/concepts/worlds.md` has the argument, the
+How a view is decided (`sequence`, and `exception`): `docs/concepts/worlds.md` has the argument, the
 exception, what it trusts, and what waits. In short, the successor of a view is one slot, an instance of
 Paxos. Its voters are the disks of the view's members; before the first view, and after the end of the job,
 the candidates. The leader asks for votes in a *ballot*, once for many slots. With a quorum of votes it

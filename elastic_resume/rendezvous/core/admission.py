@@ -55,10 +55,10 @@ class Admission:
             others = name_nodes(hello.view.members)
             is_running = self.has_running_view()
             return messages.Refused(OtherJob(sender.node, hello.view.generation, others, is_running))
-        state.voter.record_generation(hello.max_generation)
-        state.voter.note_ballot(hello.promised)
+        state.acceptor.record_generation(hello.max_generation)
+        state.acceptor.note_ballot(hello.promised)
         state.adopt_view(hello.view)
-        state.voter.mark_former_ended(sender)
+        state.contacts.mark_former_ended(sender)
         return None
 
     def check_script(self, join: messages.JoinSpec) -> messages.Refused | None:
@@ -111,7 +111,7 @@ class Admission:
         is_alive = peer.link.acked_sent_at > self.claims.setdefault(sender, state.now)
         if not is_same_disk:
             return NameTaken(sender.node, is_alive)
-        if is_alive or state.voter.answers(peer.incarnation):
+        if is_alive or state.contacts.answers(peer.incarnation):
             return DirectoryCopied(sender.node, is_alive)
         return None
 

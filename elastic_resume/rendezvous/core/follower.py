@@ -24,7 +24,7 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
-from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
+from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, ProposalAck, View
 from elastic_resume.rendezvous.facts import Fact
 
 FIRST_REDIAL_PAUSE_S = 0.005
@@ -63,9 +63,9 @@ class Follower(Role):
         self.redial_at = state.now
         """When the call in progress times out; without one, when to make the next."""
         state.unreachable.discard(self.leader)
-        state.voter.mark_former_ended(self.leader)
-        state.voter.note_leader_link(self.leader, link)
-        state.voter.note_leader(self.leader)
+        state.contacts.mark_former_ended(self.leader)
+        state.contacts.note_leader_link(self.leader, link)
+        state.contacts.note_leader(self.leader)
         state.outbox.renew()
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
@@ -83,7 +83,7 @@ class Follower(Role):
         is_restarted_leader = (
             hello.sender.disk_id == self.leader.disk_id
             and hello.sender.boot > self.leader.boot
-            and not self.state.voter.answers(self.leader)
+            and not self.state.contacts.answers(self.leader)
         )
         if is_restarted_leader:
             self._end_following(NodeLost(self.leader.node, Loss.RESTARTED))
@@ -105,11 +105,11 @@ class Follower(Role):
 
     def _handle_vote_request(self, _: Link, request: messages.RequestVote) -> None:
         self.request = request
-        if self.state.voter.is_voter:
-            self.state.voter.promise(request.ballot)
+        if self.state.acceptor.is_voter:
+            self.state.acceptor.promise(request.ballot)
 
     def _handle_vote_held(self, *_: object) -> None:
-        self.state.is_vote_held = bool(self.state.voter.known.handed_to)
+        self.state.is_vote_held = bool(self.state.acceptor.known.handed_to)
 
     def _handle_proposal(self, _: Link, message: messages.Propose) -> None:
         if message.generation == self.state.view.generation:
@@ -156,7 +156,7 @@ class Follower(Role):
     def _adopt(self, view: View) -> None:
         self.state.adopt_view(view, self.leader)
         self.proposal = None
-        self.state.voter.note_leader(self.leader)
+        self.state.contacts.note_leader(self.leader)
 
     def _extend_join_timeout(self) -> None:
         """Restart the join timeout while a view runs without this node: a spare may wait for long."""
@@ -183,9 +183,9 @@ class Follower(Role):
             self.next_heartbeat_at = self.state.now
             link.peer = self.leader
             self.link, self.redial_link, self.is_disconnected = link, None, False
-            self.state.voter.leader_links[self.leader] = link
+            self.state.contacts.leader_links[self.leader] = link
             self.state.adopt_view(message.view, self.leader)
-            self.state.voter.note_leader(self.leader)
+            self.state.contacts.note_leader(self.leader)
             self.state.outbox.renew()
             self.send_reports()
         elif isinstance(message, JobEnd):
@@ -208,7 +208,7 @@ class Follower(Role):
             self.proposal = self.request = self.voted_in = None
             self.redial_count = 0
             self._redial_leader()
-        elif link is self.redial_link and self.leader in state.voter.ended:
+        elif link is self.redial_link and self.leader in state.contacts.ended:
             self._end_following(NodeLost(self.leader.node, Loss.DIED))
         elif link is self.redial_link:
             # A dying process may still accept a call just before its host refuses all.
@@ -247,7 +247,7 @@ class Follower(Role):
             if reason.loss is Loss.UNREACHABLE:
                 state.unreachable.add(self.leader)
             else:
-                state.voter.mark_ended(self.leader)
+                state.contacts.mark_ended(self.leader)
         state.disconnect(self.link)
         if self.redial_link:
             state.disconnect(self.redial_link)
@@ -269,9 +269,9 @@ class Follower(Role):
             if state.now >= self.redial_at:
                 self._redial_leader()
             return
-        if self.request and state.voter.is_voter and state.status.has_stopped:
+        if self.request and state.acceptor.is_voter and state.status.has_stopped:
             self._vote(self.request)
-        if self.proposal and not state.voter.is_voter and not self.has_acknowledged:
+        if self.proposal and not state.acceptor.is_voter and not self.has_acknowledged:
             self._acknowledge(self.proposal.ballot)
         if state.now >= self.next_heartbeat_at:
             state.send(self.link, messages.Heartbeat(state.outbox.take()))
@@ -279,27 +279,27 @@ class Follower(Role):
 
     def _vote(self, request: messages.RequestVote) -> None:
         """Vote, and accept the leader's proposal, when this node may and all that it says is durable."""
-        state, voter, proposal = self.state, self.state.voter, self.proposal
-        if (request.generation, request.ballot) != (voter.view.generation, voter.known.promised):
+        state, acceptor, proposal = self.state, self.state.acceptor, self.proposal
+        if (request.generation, request.ballot) != (acceptor.view.generation, acceptor.known.promised):
             return
-        if not voter.may_vote_for(self.leader, request):
+        if not state.contacts.may_vote_for(self.leader, heir_cannot_take=request.heir_cannot_take):
             return
-        if proposal and voter.known.accepted != proposal and proposal.ballot == voter.known.promised:
-            voter.accept(proposal)
+        if proposal and acceptor.known.accepted != proposal and proposal.ballot == acceptor.known.promised:
+            acceptor.accept(proposal)
         if state.now >= state.hand_over_at:
-            voter.hand_over(self.leader)
-        if not state.voter.is_durable:
+            acceptor.hand_over(self.leader)
+        if not state.acceptor.is_durable:
             return
-        vote_id = request.generation, request.ballot, voter.known.handed_to
+        vote_id = request.generation, request.ballot, acceptor.known.handed_to
         if self.voted_in != vote_id:
-            state.send(self.link, voter.make_vote())
+            state.send(self.link, acceptor.make_vote())
             self.voted_in = vote_id
-        if proposal and voter.known.accepted == proposal and not self.has_acknowledged:
+        if proposal and acceptor.known.accepted == proposal and not self.has_acknowledged:
             self._acknowledge(request.ballot)
 
     def _acknowledge(self, ballot: Ballot) -> None:
         state = self.state
-        message = messages.ProposalAck(state.view.generation, ballot, is_accepted=state.voter.is_voter)
+        message = ProposalAck(state.view.generation, ballot, is_accepted=state.acceptor.is_voter)
         state.send(self.link, message)
         self.has_acknowledged = True
 

@@ -7,7 +7,7 @@ The core numbers the connections that it requests (positive); the shell numbers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import (
@@ -29,7 +29,7 @@ from elastic_resume.rendezvous.core.messages import (
     JoinSpec,
     Message,
 )
-from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
+from elastic_resume.rendezvous.core.world import Incarnation, PersistentState
 from elastic_resume.rendezvous.facts import Fact, Topic
 
 UNCROWDED_NODES = 64
@@ -51,7 +51,7 @@ class RendezvousSettings:
     single_node: bool = False
     """There is no other node, so earlier views with other nodes need not vote."""
     is_strict: bool = False
-    """No vote of a dead node counts: see `quorum`."""
+    """No vote of a dead node counts: see `exception`."""
     dial_stagger_s: float = 0.2
     """How long a candidate waits for an answer before it also calls the next address."""
     probe_interval_s: float = 0.05
@@ -218,31 +218,6 @@ class Send:
     conn_id: int
     header: Header
     message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class PersistentState:
-    """What an agent keeps on disk for its next process."""
-
-    incarnation: Incarnation
-    view: View
-    """The newest view known to be decided."""
-    promised: Ballot
-    """The greatest ballot that this node has promised; it accepts no earlier one."""
-    accepted: Proposal | None
-    """The newest proposal that it has accepted for the successor of `view`."""
-    max_generation: int
-    """The greatest generation known to this node."""
-    has_taken: bool = False
-    held: frozenset[str] = frozenset()
-    handed_to: str = ""
-    """As in `Vote`, for that successor."""
-    is_twin: bool = False
-    """Another machine of this name was alive, and this one was in no view since: it replaces none."""
-
-    def with_view(self, view: View) -> PersistentState:
-        """Return the state of a node that knows of the successor of `view` nothing yet."""
-        return replace(self, view=view, accepted=None, has_taken=False, held=frozenset(), handed_to="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,20 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.admission import Admission
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
-from elastic_resume.rendezvous.core.messages import NodeStatus, Workers
+from elastic_resume.rendezvous.core.messages import Workers, WorkersStatus
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
+from elastic_resume.rendezvous.core.sequence import Proposer
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, ViewChange
-from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
+from elastic_resume.rendezvous.core.world import (
+    Ballot,
+    Incarnation,
+    JobEnd,
+    Proposal,
+    ProposalAck,
+    View,
+    Vote,
+)
 from elastic_resume.rendezvous.facts import Fact, FactBoard, Scope
 
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
@@ -46,7 +55,8 @@ class Leader(Role):
         """Nodes that were welcomed on a connection and have not replied on it, and the newest view then."""
         scope = Scope(0, (), state.incarnation.node, state.settings.node_timeout_s)
         self.board = FactBoard(state.settings.topics, state.verdicts, scope)
-        self.view_change = ViewChange(state, self.peers, self.own)
+        self.proposer = Proposer(state.acceptor)
+        self.view_change = ViewChange(state, self.proposer, self.peers, self.own)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.heartbeat = messages.Heartbeat(tuple(self.board.verdicts.values()))
         """Shared by all followers, so that it is encoded once."""
@@ -55,6 +65,8 @@ class Leader(Role):
         )
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
+        self.sent: messages.Propose | None = None
+        """What was proposed last, as the followers have it. It is on this node's disk before."""
         self.handed_votes: list[Peer] = []
         """Nodes that leave and have handed their votes to this one; they are told when that is on disk."""
         self.seen_durable_version = 0
@@ -80,7 +92,7 @@ class Leader(Role):
             state.incarnation,
             active,
             view.generation,
-            state.voter.electorate.count((state.incarnation, *self.peers.by_incarnation)),
+            state.acceptor.electorate.count((state.incarnation, *self.peers.by_incarnation)),
             len(view.members) if rank is None else rank,
             view.history if view.members else "",
         )
@@ -118,12 +130,12 @@ class Leader(Role):
         if message.facts:
             self._add_facts(peer.incarnation, message.facts)
 
-    def _handle_status(self, peer: Peer, status: NodeStatus) -> None:
+    def _handle_status(self, peer: Peer, status: WorkersStatus) -> None:
         """Note what a follower's workers do, unless it sent this before it knew of the view that runs."""
         if status.generation >= peer.status.generation:
             self._take_status(peer, status)
 
-    def _take_status(self, peer: Peer, status: NodeStatus) -> None:
+    def _take_status(self, peer: Peer, status: WorkersStatus) -> None:
         """Note what the workers of a node do; a view ends when those of a member have ended."""
         former, peer.status = peer.status, status
         node, workers = peer.incarnation, status.workers
@@ -148,9 +160,10 @@ class Leader(Role):
         return True
 
     def _handle_vote(self, peer: Peer, vote: Vote) -> None:
-        self.view_change.decision.add_vote(peer.incarnation, vote)
+        self.proposer.add_vote(peer.incarnation, vote)
         self.view_change.reevaluate()
-        if peer.is_leaving and self.view_change.decision.take_over(peer.incarnation, vote):
+        is_given = peer.is_leaving and not self.state.is_leaving
+        if is_given and self.proposer.take_over(peer.incarnation, vote):
             self.handed_votes.append(peer)
 
     def _handle_fail_job(self, _: Peer, message: messages.FailJob) -> None:
@@ -211,8 +224,8 @@ class Leader(Role):
             self._send(peer, messages.Decided(state.view))
         if self.request:
             self._send(peer, self.request)
-        if self.view_change.decision.sent:
-            self._send(peer, self.view_change.decision.sent)
+        if self.sent and self.sent.proposal is self.proposer.proposal:
+            self._send(peer, self.sent)
         if hello.status.workers is Workers.RUNNING:
             self._keep_or_end_workers(peer, hello.status)
         else:
@@ -230,11 +243,11 @@ class Leader(Role):
         else:
             peer = Peer(sender, link)
             self.peers.add(peer)
-        state.voter.note_follower(sender, link)
+        state.contacts.note_follower(sender, link)
         peer.is_twin = hello.is_twin
         return peer
 
-    def _keep_or_end_workers(self, peer: Peer, status: NodeStatus) -> None:
+    def _keep_or_end_workers(self, peer: Peer, status: WorkersStatus) -> None:
         """Let the workers of a follower run on if they are those of the running view; else end them."""
         former, peer.status = peer.status, status
         if former == status and status.runs(self.running_view):
@@ -269,7 +282,7 @@ class Leader(Role):
             self._mark_disconnected(peer)
             return
         for absent in list(self.peers.disconnected.values()):
-            if absent.incarnation in self.state.voter.ended:
+            if absent.incarnation in self.state.contacts.ended:
                 self._remove_peer(absent, Loss.DIED)
 
     def _mark_disconnected(self, peer: Peer) -> None:
@@ -281,7 +294,7 @@ class Leader(Role):
         state, lost = self.state, NodeLost(peer.incarnation.node, loss, departure)
         self.peers.remove(peer.incarnation)
         if loss in {Loss.DIED, Loss.LEFT, Loss.RESTARTED}:
-            state.voter.mark_ended(peer.incarnation)
+            state.contacts.mark_ended(peer.incarnation)
         elif state.view.rank(peer.incarnation) is not None:
             # Another machine of its name proves nothing: this one may run beyond a partition.
             state.unreachable.add(peer.incarnation)
@@ -335,7 +348,7 @@ class Leader(Role):
         if self.new_leader_address:
             self._step_down(ViewEndOf(ViewEnd.OTHER_LEADS, (self.new_leader_address,)))
             return
-        if self.running_view is None and state.voter.is_disk_stalled:
+        if self.running_view is None and state.is_disk_stalled:
             self._step_down(ViewEnd.DISK_STUCK)
             return
         if self._lacks_quorum():
@@ -423,52 +436,50 @@ class Leader(Role):
 
     def _is_view_change_due(self) -> bool:
         """Return whether the view change may go on: heartbeats of many followers alone are no reason."""
-        state, view_change = self.state, self.view_change
-        decision = view_change.decision
+        state, view_change, proposer = self.state, self.view_change, self.proposer
         return (
             len(self.peers.by_incarnation) < MANY_FOLLOWERS
             or state.now >= view_change.next_deadline()
-            or state.voter.durable_version != self.seen_durable_version
-            or state.view.generation > decision.slot
-            or state.voter.newest_ballot > decision.ballot
-            or (decision.proposal is not None and not view_change.awaiting)
+            or state.acceptor.durable_version != self.seen_durable_version
+            or state.view.generation > proposer.slot
+            or state.acceptor.newest_ballot > proposer.ballot
+            or (proposer.proposal is not None and not view_change.awaiting)
         )
 
     def _advance_view_change(self) -> None:
-        state, view_change = self.state, self.view_change
-        self.seen_durable_version = state.voter.durable_version
-        decision = view_change.decision
-        if state.view.generation > decision.slot:  # a node that joined knew a newer view
+        state, view_change, proposer = self.state, self.view_change, self.proposer
+        self.seen_durable_version = state.acceptor.durable_version
+        if state.view.generation > proposer.slot:  # a node that joined knew a newer view
             view_change.end = None
-            decision.clear()
+            view_change.begin_slot()
             self._broadcast(messages.Decided(state.view))
             view_change.reevaluate()
-        if state.voter.newest_ballot > decision.ballot:
-            decision.start_ballot()
+        if state.acceptor.newest_ballot > proposer.ballot:
+            proposer.start_ballot()
             view_change.reevaluate()
-        if state.voter.is_durable:
+        if state.acceptor.is_durable:
             for peer in self.handed_votes:
                 if self.peers.by_incarnation.get(peer.incarnation) is peer and peer.disconnected_at is None:
                     self._send(peer, messages.VoteHeld())
             self.handed_votes.clear()
-        state.voter.take_vote()
-        request = decision.request
-        self._ask_votes(request)
-        if decision.add_own(request):
+        state.contacts.take_vote()
+        self._ask_votes(view_change.make_request())
+        if state.status.has_stopped and proposer.add_own():
             view_change.reevaluate()
         view_change.advance()
-        if decision.proposal and not decision.sent and state.voter.is_durable:
-            decision.sent = messages.Propose(decision.slot, decision.proposal)  # shared: encoded once
+        proposal = proposer.proposal
+        if proposal and not (self.sent and self.sent.proposal is proposal) and state.acceptor.is_durable:
+            self.sent = messages.Propose(proposer.slot, proposal)  # shared: encoded once
             for peer in self.peers:
-                self._send(peer, decision.sent)
+                self._send(peer, self.sent)
         is_stalled = view_change.is_stalled()
         if is_stalled:
             for peer in [self.peers.by_incarnation[member] for member in view_change.awaiting]:
                 self._detach(peer)
-        if view_change.is_concluded():
-            self._announce_decision()
+        if proposal and view_change.is_concluded():
+            self._announce_decision(proposal)
         elif is_stalled:
-            decision.start_ballot()
+            proposer.start_ballot()
             view_change.reevaluate()
 
     def _detach(self, peer: Peer) -> None:
@@ -479,7 +490,7 @@ class Leader(Role):
     def _ask_votes(self, request: messages.RequestVote) -> None:
         """Ask the followers for their votes in a new slot or ballot."""
         # A ballot is promised by its own leader first, on disk.
-        if request != self.request and (self.state.voter.is_durable or self._has_asked(request.ballot)):
+        if request != self.request and (self.state.acceptor.is_durable or self._has_asked(request.ballot)):
             self.request = request
             self.view_change.reevaluate()
             for peer in self.peers:
@@ -488,10 +499,10 @@ class Leader(Role):
     def _has_asked(self, ballot: Ballot) -> bool:
         return self.request is not None and self.request.ballot == ballot
 
-    def _announce_decision(self) -> None:
+    def _announce_decision(self, proposal: Proposal) -> None:
         """Start the decided view, or end the job, or go on to the next slot."""
         state = self.state
-        view, end, start = self.view_change.conclude()
+        view, end, start = self.view_change.conclude(proposal)
         if end:
             state.end_role(end)
             self._broadcast(end)
@@ -511,7 +522,7 @@ class Leader(Role):
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
-                peer.status = NodeStatus(Workers.RUNNING, view.generation)
+                peer.status = WorkersStatus(Workers.RUNNING, view.generation)
             self._send(peer, start)
         state.start_workers(view, start, state.now + state.settings.lease_s)
         self.own.status = state.status
@@ -523,7 +534,7 @@ class Leader(Role):
         the newest view are lost, even if none of those finished.
         """
         state, newest = self.state, self.state.view
-        if not newest.members or self.view_change.decision.proposal:
+        if not newest.members or self.proposer.proposal:
             return False
         # This runs for every message. Nearly always the first member has not finished, so look no further.
         if not all(self._has_finished_or_is_absent(member, newest.generation) for member in newest.members):
@@ -532,7 +543,7 @@ class Leader(Role):
         timed_out = state.now >= self.view_change.began_at + state.settings.node_timeout_s
         if self.has_finished_node():
             present = [peer.incarnation for peer in staying]
-            return timed_out or not state.voter.find_absent_members(present) - state.unreachable
+            return timed_out or not state.contacts.find_absent_members(present) - state.unreachable
         is_idle = all(peer.status.workers is Workers.FINISHED for peer in staying)
         return timed_out and is_idle and not self.peers.disconnected
 
@@ -590,7 +601,7 @@ class Leader(Role):
         if not staying:
             # This node has just begun to lead, or links have just broken: one that stays may lead instead.
             present = [state.incarnation, *(peer.incarnation for peer in connected)]
-            may_come = bool(state.voter.find_absent_members(present) - state.unreachable)
+            may_come = bool(state.contacts.find_absent_members(present) - state.unreachable)
             if may_come:
                 self._step_down(NodeLost(state.incarnation.node, Loss.LEFT, departure))
             return may_come
@@ -614,7 +625,7 @@ class Leader(Role):
         if self.running_view:
             deadlines.append(self.view_change.scale_up_at)
         else:
-            deadlines += [self.view_change.next_deadline(), state.voter.disk_stalls_at]
+            deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]
         return min(deadlines)
 
     def explain_wait(self) -> WaitReason | None:
@@ -629,11 +640,11 @@ class Leader(Role):
     }
     _FOLLOWER_HANDLERS: ClassVar[Handlers] = {
         messages.Heartbeat: _handle_heartbeat,
-        NodeStatus: _handle_status,
+        WorkersStatus: _handle_status,
         messages.FailJob: _handle_fail_job,
         messages.LeaveNotice: _handle_leave_notice,
         Vote: _handle_vote,
-        messages.ProposalAck: lambda self, peer, ack: self.view_change.handle_ack(peer.incarnation, ack),
+        ProposalAck: lambda self, peer, ack: self.view_change.handle_ack(peer.incarnation, ack),
         messages.FailureReport: lambda self, peer, report: self.state.record_failure_report(
             peer.incarnation, report
         ),

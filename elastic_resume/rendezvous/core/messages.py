@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import DepartureReason, NodeArguments, Refusal, ViewEndReason, WaitReason
 from elastic_resume.policy.restart import JobFailure
-from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
+from elastic_resume.rendezvous.core.world import (
+    Ballot,
+    Incarnation,
+    JobEnd,
+    Proposal,
+    ProposalAck,
+    View,
+    Vote,
+)
 from elastic_resume.rendezvous.facts import Fact
 
 
@@ -68,7 +76,7 @@ class Workers(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStatus:
+class WorkersStatus:
     """Report what the sender's workers do; a follower sends it when that changes."""
 
     workers: Workers = Workers.STOPPED
@@ -91,7 +99,7 @@ class NodeStatus:
         return self.workers is Workers.FINISHED and self.generation == generation
 
 
-NO_STATUS = NodeStatus()
+NO_STATUS = WorkersStatus()
 """Of a node that has just begun."""
 
 
@@ -107,7 +115,7 @@ class Hello:
     view: View
     promised: Ballot
     max_generation: int
-    status: NodeStatus = NO_STATUS
+    status: WorkersStatus = NO_STATUS
     node_timeout_s: float = 0.0
     min_nodes: int = 0
     max_nodes: int = 0
@@ -169,15 +177,6 @@ class Propose:
 
     generation: int
     proposal: Proposal
-
-
-@dataclass(frozen=True, slots=True)
-class ProposalAck:
-    """Acknowledge the proposal of a ballot; with `is_accepted` it is accepted, on disk."""
-
-    generation: int
-    ballot: Ballot
-    is_accepted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +280,7 @@ Message = (
     | Welcome
     | Redirect
     | Refused
-    | NodeStatus
+    | WorkersStatus
     | Heartbeat
     | RequestVote
     | Vote

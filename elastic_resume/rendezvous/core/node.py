@@ -29,7 +29,7 @@ from elastic_resume.rendezvous.core.messages import Workers
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.searcher import Searcher
 from elastic_resume.rendezvous.core.state import Lead, Left, NextRole, NodeState, Role, Search
-from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, View
+from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, PersistentState, View
 from elastic_resume.rendezvous.facts import Fact
 
 LEAVE_TIMEOUT_S = 2.0
@@ -45,7 +45,7 @@ class RendezvousNode:
         self,
         settings: interface.RendezvousSettings,
         incarnation: Incarnation,
-        persistent_state: interface.PersistentState | None,
+        persistent_state: PersistentState | None,
         now: float,
         max_generation: int = 0,
     ) -> None:
@@ -72,7 +72,7 @@ class RendezvousNode:
             handler(self, event)
         if not self.end_reason:
             self._advance_role()
-        write = state.voter.request_write()
+        write = state.request_write()
         if write:
             state.effects.append(write)
         self.next_deadline = self._compute_deadline()
@@ -85,7 +85,7 @@ class RendezvousNode:
         """
         state = self.state
         late_s = now - max(state.now, self.next_deadline)
-        state.now = state.voter.now = max(now, state.now)
+        state.now = state.contacts.now = max(now, state.now)
         if late_s > state.settings.heartbeat_interval_s:
             for link in state.links.values():
                 link.last_received_at += late_s
@@ -117,7 +117,7 @@ class RendezvousNode:
             state.connection_errors[link.address] = event.reason[:120]
         if event.refused:
             link.refusing_ips = event.refusing_ips
-            state.voter.mark_ended_at(link)
+            state.contacts.mark_ended_at(link)
         self.role.handle_disconnected(link)
 
     # Events of this node's agent, before the role handles them.
@@ -143,7 +143,7 @@ class RendezvousNode:
         view = state.last_view
         if view is None or state.status.workers not in {Workers.RUNNING, Workers.STOPPED}:
             return
-        state.status = messages.NodeStatus(Workers.FINISHED, view.generation)
+        state.status = messages.WorkersStatus(Workers.FINISHED, view.generation)
         state.join_since = state.now
         self.role.handle_own(event)
 
@@ -167,7 +167,7 @@ class RendezvousNode:
     def _handle_leave(self, event: interface.Leave) -> None:
         """Vote for a view without this node before it leaves, if others are here."""
         state = self.state
-        waits = state.voter.is_voter and not state.settings.single_node
+        waits = state.acceptor.is_voter and not state.settings.single_node
         if not waits or not self.role.hand_over(event.departure):
             self._leave(event.departure)
             return
@@ -280,7 +280,7 @@ class RendezvousNode:
         interface.MessageReceived: _handle_message,
         interface.PeerConnected: _handle_connected,
         interface.PeerDisconnected: _handle_disconnected,
-        interface.Persisted: lambda self, event: self.state.voter.handle_written(event.version),
+        interface.Persisted: lambda self, event: self.state.acceptor.handle_written(event.version),
     }
     _HANDLERS = _HANDLERS_AFTER_END | {
         interface.JoinRequest: _handle_join_request,

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elastic_resume.rendezvous.core.messages import NO_STATUS, Header, NodeStatus, Workers
+from elastic_resume.rendezvous.core.messages import NO_STATUS, Header, Workers, WorkersStatus
 from elastic_resume.rendezvous.core.world import Incarnation, View
 
 NEVER = float("-inf")
@@ -74,7 +74,7 @@ class Peer:
 
     incarnation: Incarnation
     link: Link
-    status: NodeStatus = NO_STATUS
+    status: WorkersStatus = NO_STATUS
     is_twin: bool = False
     """See `interface.PersistentState`."""
     disconnected_at: float | None = None

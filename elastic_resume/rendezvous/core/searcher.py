@@ -95,14 +95,14 @@ class Searcher(Role):
     # The search order.
 
     def _may_lead(self) -> bool:
-        return self.state.incarnation.candidate_index is not None or self.state.voter.is_voter
+        return self.state.incarnation.candidate_index is not None or self.state.acceptor.is_voter
 
     def _iterate_earlier(self) -> Iterator[str]:
         """Yield the addresses of the nodes that lead before this one, if it may lead."""
         state, view = self.state, self.state.view
         rank = view.rank(state.incarnation)  # None for a restarted member too: all precede it
         for member in islice(view.members, rank):
-            if member not in state.voter.ended and member not in state.unreachable:
+            if member not in state.contacts.ended and member not in state.unreachable:
                 yield member.address
         if rank is None:
             yield from state.settings.candidates[: state.incarnation.candidate_index]
@@ -116,7 +116,7 @@ class Searcher(Role):
             self.dispatch(self._ANSWER_HANDLERS, link, message)
 
     def _handle_hello(self, link: Link, hello: messages.Hello) -> None:
-        self.state.voter.mark_former_ended(hello.sender)
+        self.state.contacts.mark_former_ended(hello.sender)
         link.peer = hello.sender
         if not self.named_leader and (self.state.is_leaving or self._defers()):
             # It will not lead: nobody shall wait for it, nor a former follower dial on.
@@ -138,7 +138,7 @@ class Searcher(Role):
         unanswered = self.pending_calls.keys() - self.redirect_waits
         if self.named_leader in {self.state.links[conn_id].address for conn_id in unanswered}:
             return
-        if self.state.voter.durable_version and not self.state.voter.is_disk_stalled:
+        if self.state.acceptor.durable_version and not self.state.is_disk_stalled:
             self._call_again(message.leader.address)  # it may have led nobody when it was called before
 
     def _handle_redirect(self, link: Link, message: messages.Redirect) -> None:
@@ -164,7 +164,7 @@ class Searcher(Role):
         state, refusal = self.state, message.refusal
         is_copy = isinstance(refusal, DirectoryCopied) and refusal.is_certain
         if is_copy or (isinstance(refusal, NameTaken) and refusal.is_alive):
-            state.voter.note_twin()
+            state.acceptor.note_twin()
         is_other_job = isinstance(refusal, OtherJob) and refusal.is_running
         is_permanent = is_copy or is_other_job or isinstance(refusal, SettingDiffers)
         former, self.refusal = self.refusal, NodeRefused(link.address, refusal)
@@ -232,9 +232,9 @@ class Searcher(Role):
     def advance(self) -> None:
         """End calls that timed out, make the next one, and lead if no other node can."""
         state = self.state
-        if not state.voter.durable_version:
+        if not state.acceptor.durable_version:
             return  # this process has not counted its boot yet
-        if state.voter.is_disk_stalled:
+        if state.is_disk_stalled:
             # The leader and all its followers would wait for acknowledgements that never come.
             self._drop_all_calls()
             self._start_round()
@@ -243,7 +243,7 @@ class Searcher(Role):
         self._end_timed_out_calls()
         if state.next_role:
             return
-        if self._may_lead() and state.voter.is_durable and not state.is_leaving and self._leads_now():
+        if self._may_lead() and state.acceptor.is_durable and not state.is_leaving and self._leads_now():
             state.end_role(Lead(self.waiting_peers))
             return
         for address in [address for address, at in self.retry_at.items() if at <= state.now]:
@@ -295,7 +295,7 @@ class Searcher(Role):
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
-        if not self.state.voter.durable_version:
+        if not self.state.acceptor.durable_version:
             return float("inf")
         timeouts = [since + self.state.settings.dial_timeout_s for since in self.pending_calls.values()]
         patience = [self.lead_anyway_at] if self.state.now < self.lead_anyway_at else []
@@ -310,7 +310,7 @@ class Searcher(Role):
 
     def explain_wait(self) -> JoinObstacle:
         """Return why this node has found no leader."""
-        if self.state.voter.is_disk_stalled:
+        if self.state.is_disk_stalled:
             return OwnObstacle.OWN_DISK_STUCK
         return self.refusal or NoLeader(self.state.find_absent_candidates([self.state.incarnation]))
 

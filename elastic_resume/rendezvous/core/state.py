@@ -22,14 +22,11 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.backoff import Backoff
+from elastic_resume.rendezvous.core.exception import Contacts
 from elastic_resume.rendezvous.core.messages import Workers
 from elastic_resume.rendezvous.core.peers import NEVER, Link
-from elastic_resume.rendezvous.core.voter import Voter
-from elastic_resume.rendezvous.core.world import (
-    Incarnation,
-    JobEnd,
-    View,
-)
+from elastic_resume.rendezvous.core.sequence import Acceptor
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, JobEnd, PersistentState, View
 from elastic_resume.rendezvous.facts import Fact, FactOutbox
 
 MAX_CANDIDATES_NAMED = 5
@@ -71,13 +68,22 @@ class NodeState:
         self,
         settings: interface.RendezvousSettings,
         incarnation: Incarnation,
-        persistent_state: interface.PersistentState | None,
+        persistent_state: PersistentState | None,
         now: float,
         max_generation: int = 0,
     ) -> None:
         self.settings = settings
         self.incarnation = incarnation
-        self.voter = Voter(settings, incarnation, persistent_state, now, max_generation)
+        known = persistent_state or PersistentState(incarnation, NO_VIEW, Ballot(), None, max_generation=0)
+        generation = max(max_generation, known.max_generation)
+        if settings.single_node:
+            # No other node exists, so nobody of an earlier view can vote.
+            known = known.with_view(View(generation, (), history=known.view.history))
+        known = replace(known, incarnation=incarnation, max_generation=generation)
+        self.acceptor = Acceptor(known, len(settings.candidates))
+        self.contacts = Contacts(settings, self.acceptor, now)
+        self._writing_version = 0
+        self._writing_since = now
         self.next_role: NextRole | None = None
         """What the role has to make place for: see `end_role`."""
         self.hand_over_at = float("inf")
@@ -124,12 +130,12 @@ class NodeState:
 
     def set_workers(self, workers: Workers, **fields: Any) -> None:
         """Note what this node's workers do now, once they do not run any more."""
-        self.status = messages.NodeStatus(workers, self.started_generation, **fields)
+        self.status = messages.WorkersStatus(workers, self.started_generation, **fields)
 
     @property
     def view(self) -> View:
         """The newest view that is known to be decided."""
-        return self.voter.view
+        return self.acceptor.view
 
     def adopt_view(self, view: View, source: Incarnation | None = None) -> None:
         """Learn that a view is decided, from `source` if that is the leader that this node follows."""
@@ -140,13 +146,13 @@ class NodeState:
         if is_newer:
             if self.running_view:
                 self.stop_workers(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(view.generation),)))
-            self.voter.adopt_view(view, source)
+            self.contacts.adopt_view(view, source)
             self.unreachable = {member for member in self.unreachable if view.rank(member) is not None}
             self.terms_without_quorum = 0
 
     def may_change_job(self) -> bool:
         """Return whether the job of this node's directory has ended, and no other was begun there."""
-        return not self.view.members and self.voter.known.accepted is None
+        return not self.view.members and self.acceptor.known.accepted is None
 
     def learn_end(self, end: JobEnd) -> None:
         """Learn that the end of the job is decided, unless it is that of an earlier run."""
@@ -157,6 +163,28 @@ class NodeState:
         """Let another role follow, unless the job has ended."""
         if not isinstance(self.next_role, JobEnd):
             self.next_role = next_role
+
+    # The disk.
+
+    def request_write(self) -> interface.Persist | None:
+        """Return the write that is due; None while all is on disk, or one is in progress."""
+        acceptor = self.acceptor
+        if not self._writing_version <= acceptor.durable_version < acceptor.version:
+            return None
+        self._writing_version, self._writing_since = acceptor.version, self.now
+        return interface.Persist(acceptor.version, acceptor.known)
+
+    @property
+    def is_disk_stalled(self) -> bool:
+        """Whether the write in progress takes so long that other nodes should not wait for this node."""
+        return self.settings.max_nodes > 1 and self.now >= self.disk_stalls_at
+
+    @property
+    def disk_stalls_at(self) -> float:
+        """When the write in progress will have taken too long; infinity without one."""
+        if self._writing_version <= self.acceptor.durable_version:
+            return float("inf")
+        return self._writing_since + self.settings.node_timeout_s
 
     # Links.
 
@@ -188,15 +216,15 @@ class NodeState:
         return messages.Hello(
             self.incarnation,
             self.view,
-            self.voter.known.promised,
-            self.voter.known.max_generation,
+            self.acceptor.known.promised,
+            self.acceptor.known.max_generation,
             self.status,
             settings.node_timeout_s,
             settings.min_nodes,
             settings.max_nodes,
             settings.candidates,
             settings.is_strict,
-            self.voter.known.is_twin,
+            self.acceptor.known.is_twin,
         )
 
     # Workers.
@@ -206,7 +234,7 @@ class NodeState:
         rank = view.rank(self.incarnation)
         if rank is None:
             return
-        self.status = messages.NodeStatus(Workers.RUNNING, view.generation)
+        self.status = messages.WorkersStatus(Workers.RUNNING, view.generation)
         self.last_view, self.lease_until = view, lease_until
         self.failure_report = None
         self.effects.append(

@@ -32,15 +32,11 @@ from elastic_resume.policy.reasons import (
     name_nodes,
 )
 from elastic_resume.rendezvous.core.backoff import MAX_BACKOFF_S
-from elastic_resume.rendezvous.core.decision import Decision
-from elastic_resume.rendezvous.core.messages import JoinSpec, ProposalAck, StartView, Workers
+from elastic_resume.rendezvous.core.messages import JoinSpec, RequestVote, StartView, Workers
 from elastic_resume.rendezvous.core.peers import NEVER, Peer, PeerTable
+from elastic_resume.rendezvous.core.sequence import CastVotes, Proposer, find_counted
 from elastic_resume.rendezvous.core.state import NodeState
-from elastic_resume.rendezvous.core.world import (
-    Incarnation,
-    JobEnd,
-    View,
-)
+from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, Proposal, ProposalAck, View
 
 REPORT_WAIT_AFTER_S = 1.0
 """A wait is reported when it lasts so long; most waits last milliseconds."""
@@ -57,11 +53,13 @@ MAX_ACK_NODE_TIMEOUTS = 2
 class ViewChange:
     """Forms one view after another for a leader."""
 
-    def __init__(self, state: NodeState, peers: PeerTable, own: Peer) -> None:
+    def __init__(self, state: NodeState, proposer: Proposer, peers: PeerTable, own: Peer) -> None:
         self.state = state
+        self.proposer = proposer
         self.peers = peers
         self.own = own
-        self.decision = Decision(state, peers)
+        self.slot_since = state.now
+        """Since when the votes for this slot are collected."""
         self.joins: dict[Incarnation, JoinSpec] = {}
         """The nodes of the proposal."""
         self.proposed_at = state.now
@@ -96,6 +94,27 @@ class ViewChange:
         else:
             self.evaluate_at = self.state.now
 
+    def begin_slot(self) -> None:
+        """Collect the votes for the successor of a view that is newly known."""
+        self.proposer.clear()
+        self.slot_since = self.state.now
+
+    def make_request(self) -> RequestVote:
+        """Return what to ask of each voter.
+
+        The heir takes no vote any more if it has ended, or followed this node in this slot: it has
+        acknowledged a message that was sent after the view. An earlier follower may have left, and may have
+        learned of the view from another leader.
+        """
+        heir = self.state.view.heir
+        peer = self.peers.by_incarnation.get(heir) if heir else None
+        has_followed = peer is not None and peer.link.acked_sent_at > self.slot_since
+        cannot_take = heir in self.state.contacts.ended or has_followed
+        return RequestVote(self.proposer.slot, self.proposer.ballot, cannot_take)
+
+    def _find_quorum(self, votes: CastVotes) -> CastVotes | None:
+        return self.state.contacts.find_quorum(votes, self._find_replaced_nodes)
+
     def list_nodes(self) -> list[Peer]:
         """Return the followers and this node."""
         return [*self.peers.by_incarnation.values(), self.own]
@@ -126,23 +145,23 @@ class ViewChange:
 
     def advance(self) -> None:
         """Make a proposal when it is time for one."""
-        decision = self.decision
-        if decision.proposal or self.state.now < self.evaluate_at:
+        proposer = self.proposer
+        if proposer.proposal or self.state.now < self.evaluate_at:
             return
         self.evaluate_at, self.proposed_at = float("inf"), self.state.now
-        votes = decision.find_quorum(decision.cast.keys(), self._find_replaced_nodes)
+        votes = self._find_quorum(proposer.cast)
         if votes is not None and self.state.status.has_stopped and not self._may_replace_left_out():
             self.blocked_since = None
         if votes is not None:
-            earlier = decision.find_proposal_to_repeat(votes)
+            earlier = proposer.find_proposal_to_repeat(votes)
             if earlier:
                 self.joins = {}
-                decision.propose(earlier.view, earlier.end, is_repeated=True)
+                proposer.propose(earlier.view, earlier.end, is_repeated=True)
                 return
             if self.end:
-                generation, history = 1 + self.state.voter.known.max_generation, self.state.view.history
+                generation, history = 1 + self.state.acceptor.known.max_generation, self.state.view.history
                 end = replace(self.end, generation=generation, history=history)
-                decision.propose(View(generation, (), self.state.incarnation, history), end)
+                proposer.propose(View(generation, (), self.state.incarnation, history), end)
                 return
         if self.end:
             self._note_blocked()
@@ -153,7 +172,7 @@ class ViewChange:
         self.broken_links, self.blocked_since = set(), None
         view = self._make_view()
         self.joins = {member: self.joins[member] for member in view.members}
-        decision.propose(view, None)
+        proposer.propose(view, None)
         self.awaiting = set(view.members) - {self.state.incarnation}
 
     def _note_blocked(self) -> None:
@@ -163,9 +182,8 @@ class ViewChange:
     def _find_replaced_nodes(self) -> set[str]:
         """Return the names of members that are back with an empty disk, and have any proposal."""
         find_node = self.state.view.find_node
-        voter = self.state.voter
         present = {peer.incarnation for peer in self.peers.by_incarnation.values() if not peer.is_twin}
-        present |= set() if voter.known.is_twin else {self.state.incarnation}
+        present |= set() if self.state.acceptor.known.is_twin else {self.state.incarnation}
         present -= self.awaiting
         return {
             node.node
@@ -175,7 +193,7 @@ class ViewChange:
 
     def handle_ack(self, incarnation: Incarnation, message: ProposalAck) -> None:
         """Note that a node has the proposal, and if it votes, has accepted it."""
-        if self.decision.add_accept(incarnation, message):
+        if self.proposer.add_accept(incarnation, message):
             self.awaiting.discard(incarnation)
 
     def handle_link_broken(self, incarnation: Incarnation) -> None:
@@ -188,7 +206,7 @@ class ViewChange:
 
     def handle_removed(self, incarnation: Incarnation) -> None:
         """Note that a node is lost."""
-        self.decision.remove(incarnation)
+        self.proposer.remove(incarnation)
         self.handle_link_broken(incarnation)
         state = self.state
         if incarnation in self.joins or state.view.rank(incarnation) is None:
@@ -197,33 +215,33 @@ class ViewChange:
 
     def is_concluded(self) -> bool:
         """Return whether a quorum has accepted the proposal, and all members have received it or are lost."""
-        decision = self.decision
-        if decision.proposal is None or self.awaiting:
+        if self.proposer.proposal is None or self.awaiting:
             return False
-        return decision.find_quorum(decision.accepts, self._find_replaced_nodes) is not None
+        return self._find_quorum(self.proposer.get_accepted()) is not None
 
     def is_stalled(self) -> bool:
         """Return whether a proposal has waited for so long that its ballot may never decide it.
 
         Members may not have acknowledged it. Or members that have restarted voted too late to count.
         """
-        return self.decision.proposal is not None and self.state.now >= self._stall_at
+        return self.proposer.proposal is not None and self.state.now >= self._stall_at
 
     @property
     def _stall_at(self) -> float:
         return self.proposed_at + MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
 
-    def conclude(self) -> tuple[View, JobEnd | None, StartView | None]:
+    def conclude(self, proposal: Proposal) -> tuple[View, JobEnd | None, StartView | None]:
         """Go on to the next slot; return what is decided, and with what to start its workers.
 
         Nobody starts the view if a member was lost meanwhile, or if another leader may have started it.
         """
-        is_repeated = self.decision.is_repeated
+        is_repeated = self.proposer.is_repeated
         failures = self.state.failure_log.get_failures(self.state.failed_generation)
         before = self.state.view
         if self.joins:
             self._note_left_out(before)
-        proposal = self.decision.finish_slot()
+        self.state.adopt_view(proposal.view, proposal.view.leader)
+        self.begin_slot()
         view, joins = proposal.view, self.joins
         self.joins, self.awaiting, self.reported_reason, self.wait_reason = {}, set(), None, None
         self.began_at = self.state.now
@@ -261,7 +279,7 @@ class ViewChange:
     def take_wait_reason(self) -> WaitReason | None:
         """Return a wait reason that lasts and was not reported yet."""
         if (
-            self.decision.proposal
+            self.proposer.proposal
             or self.reported_reason == self.wait_reason
             or self.state.now < self._report_due_at()
         ):
@@ -363,8 +381,8 @@ class ViewChange:
 
     def _find_missing_votes(self, present: set[Incarnation]) -> WaitReason:
         state = self.state
-        counted = self.decision.find_counted(self.decision.cast.keys())
-        needed = state.voter.electorate.size // 2 + 1
+        counted = find_counted(self.proposer.cast)
+        needed = state.acceptor.electorate.size // 2 + 1
         if not state.view.members:
             return CandidatesMissing(len(counted), needed, state.find_absent_candidates(present))
         missing = [member for member in state.view.members if member.disk_id not in counted]
@@ -381,7 +399,7 @@ class ViewChange:
         return ready if has_survivor and len(ready) >= self.state.settings.min_nodes else joins
 
     def _find_absent(self, joins: dict[Incarnation, JoinSpec], present: set[Incarnation]) -> WaitReason:
-        absent = self.state.voter.find_absent_members(present)
+        absent = self.state.contacts.find_absent_members(present)
         if absent:
             return MembersAbsent(name_nodes(absent), len(absent))
         settings = self.state.settings
@@ -391,7 +409,7 @@ class ViewChange:
         """Return until when absent nodes may come."""
         state, settings, view = self.state, self.state.settings, self.state.view
         until = NEVER
-        if not state.voter.find_absent_members(present) <= state.unreachable:
+        if not state.contacts.find_absent_members(present) <= state.unreachable:
             until = self.began_at + settings.node_timeout_s
         if settings.max_nodes > 1 and (not view.members or self._find_replaced_nodes()):
             # If disks were lost, a view may run that no present node knows. Its leader connects soon.
@@ -406,9 +424,9 @@ class ViewChange:
         state = self.state
         members = rank_members(state.view, self.joins, state.settings.max_nodes)
         leader = state.incarnation if state.incarnation in members else members[0]
-        ballot = self.decision.ballot
+        ballot = self.proposer.ballot
         history = state.view.history or f"{ballot.disk_id}:{ballot.boot}:{ballot.number}"
-        generation, is_strict = 1 + state.voter.known.max_generation, state.settings.is_strict
+        generation, is_strict = 1 + state.acceptor.known.max_generation, state.settings.is_strict
         return View(generation, members, leader, history, is_strict)
 
     def list_ready_newcomers(self, view: View) -> list[Incarnation]:
@@ -432,7 +450,7 @@ class ViewChange:
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
-        if self.decision.proposal:
+        if self.proposer.proposal:
             return self._stall_at
         if self.reported_reason == self.wait_reason:
             return self.evaluate_at

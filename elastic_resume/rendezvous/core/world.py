@@ -1,4 +1,4 @@
-"""Define views (worlds), ballots, proposals and votes. `quorum` has the rule by which votes decide.
+"""Define views (worlds), ballots, proposals and votes. `sequence` has the rule by which votes decide.
 
 A `View` names the members of one generation.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.restart import JobFailure
@@ -68,7 +68,7 @@ class View:
     leader: Incarnation | None = None
     history: str = ""
     is_strict: bool = False
-    """Its successor is decided without the exception of `quorum`, whatever a later process was told."""
+    """Its successor is decided without the rules of `exception`, whatever a later process was told."""
 
     def rank(self, member: Incarnation) -> int | None:
         """Return the rank of a member, or None."""
@@ -148,8 +148,42 @@ class Vote:
     ballot: Ballot
     accepted: Proposal | None = None
     has_taken: bool = False
-    """It has taken the vote of the view's leader: see `quorum.breaks_tie`."""
+    """It has taken the vote of the view's leader: see `exception.breaks_tie`."""
     held: frozenset[str] = frozenset()
     """Disks that have handed their votes to this one, as they left."""
     handed_to: str = ""
     """The disk to which this node has handed its vote."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalAck:
+    """Acknowledge the proposal of a ballot; with `is_accepted` it is accepted, on disk."""
+
+    generation: int
+    ballot: Ballot
+    is_accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PersistentState:
+    """What an agent keeps on disk for its next process."""
+
+    incarnation: Incarnation
+    view: View
+    """The newest view known to be decided."""
+    promised: Ballot
+    """The greatest ballot that this node has promised; it accepts no earlier one."""
+    accepted: Proposal | None
+    """The newest proposal that it has accepted for the successor of `view`."""
+    max_generation: int
+    """The greatest generation known to this node."""
+    has_taken: bool = False
+    held: frozenset[str] = frozenset()
+    handed_to: str = ""
+    """As in `Vote`, for that successor."""
+    is_twin: bool = False
+    """Another machine of this name was alive, and this one was in no view since: it replaces none."""
+
+    def with_view(self, view: View) -> PersistentState:
+        """Return the state of a node that knows of the successor of `view` nothing yet."""
+        return replace(self, view=view, accepted=None, has_taken=False, held=frozenset(), handed_to="")

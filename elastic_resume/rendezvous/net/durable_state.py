@@ -18,8 +18,7 @@ import xxhash
 from elastic_resume import constants, failpoints
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import NodeFileError
-from elastic_resume.rendezvous.core.interface import PersistentState
-from elastic_resume.rendezvous.core.world import NO_VIEW
+from elastic_resume.rendezvous.core.world import NO_VIEW, PersistentState
 from elastic_resume.rendezvous.net import codec
 
 RENDEZVOUS_STATE_FILE = constants.RENDEZVOUS_STATE_FILE

@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from elastic_resume.rendezvous.core import decision, quorum, view_change, voter
-from elastic_resume.rendezvous.core.decision import Decision
-from elastic_resume.rendezvous.core.quorum import CastVotes, Electorate
-from elastic_resume.rendezvous.core.state import NodeState
-from elastic_resume.rendezvous.core.voter import Voter
+from elastic_resume.rendezvous.core import exception, view_change
+from elastic_resume.rendezvous.core.exception import Contacts
+from elastic_resume.rendezvous.core.messages import WorkersStatus
+from elastic_resume.rendezvous.core.sequence import Acceptor, CastVotes, Electorate, Proposer
 from elastic_resume.rendezvous.core.world import Incarnation, View
 
 Patch = tuple[object, str, Any]
@@ -32,13 +31,13 @@ def _end_without_quorum() -> list[Patch]:
     advance, is_concluded = view_change.ViewChange.advance, view_change.ViewChange.is_concluded
 
     def propose_end(self: view_change.ViewChange) -> None:
-        if self.end and not self.decision.proposal:
-            end = replace(self.end, generation=1 + self.state.voter.known.max_generation)
-            self.decision.propose(View(end.generation, ()), end)
+        if self.end and not self.proposer.proposal:
+            end = replace(self.end, generation=1 + self.state.acceptor.known.max_generation)
+            self.proposer.propose(View(end.generation, ()), end)
         advance(self)
 
     def has_ended(self: view_change.ViewChange) -> bool:
-        return bool(self.end and self.decision.proposal) or is_concluded(self)
+        return bool(self.end and self.proposer.proposal) or is_concluded(self)
 
     return [
         (view_change.ViewChange, "advance", propose_end),
@@ -46,8 +45,8 @@ def _end_without_quorum() -> list[Patch]:
     ]
 
 
-def _mark_ended_whenever(self: Voter, process: Incarnation) -> None:
-    if process != self.incarnation:
+def _mark_ended_whenever(self: Contacts, process: Incarnation) -> None:
+    if process != self.acceptor.incarnation:
         self.ended.add(process)
         link = self.leader_links.get(process)
         if link:
@@ -55,7 +54,7 @@ def _mark_ended_whenever(self: Voter, process: Incarnation) -> None:
 
 
 def _count_leader_first() -> Callable[..., bool]:
-    breaks_tie = quorum.breaks_tie
+    breaks_tie = exception.breaks_tie
 
     def breaks(*args: Any, is_free_of_heir: bool) -> bool:
         del is_free_of_heir
@@ -65,7 +64,7 @@ def _count_leader_first() -> Callable[..., bool]:
 
 
 def _count_anyone() -> Callable[..., bool]:
-    breaks_tie = quorum.breaks_tie
+    breaks_tie = exception.breaks_tie
 
     def breaks(view: View, proposer: Incarnation, counted: CastVotes, **kwargs: bool) -> bool:
         has_taken = any(vote.has_taken for _, vote in counted.values())
@@ -99,29 +98,29 @@ MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     # Exactly half of a view's members are a quorum, whichever half.
     "any-half": lambda: [
         (Electorate, "has_quorum", _take_any_half),
-        (decision, "breaks_tie", lambda *_, **__: True),
+        (exception, "breaks_tie", lambda *_, **__: True),
     ],
     # A node votes on the next view while its workers run.
-    "vote-while-running": lambda: [(NodeState, "has_stopped", lambda _: True)],
+    "vote-while-running": lambda: [(WorkersStatus, "has_stopped", True)],
     # A new leader proposes what it likes, whatever others have accepted.
-    "nothing-bound": lambda: [(Decision, "find_proposal_to_repeat", lambda *_: None)],
+    "nothing-bound": lambda: [(Proposer, "find_proposal_to_repeat", lambda *_: None)],
     # Promises and accepted proposals are sent before they are on disk.
-    "votes-before-disk": lambda: [(Voter, "is_durable", True)],
+    "votes-before-disk": lambda: [(Acceptor, "is_durable", True)],
     # A node that was in no view votes.
     "newcomers-vote": lambda: [(Electorate, "find_key", lambda _, node: node.disk_id)],
     # The leader ends the job without a decision.
     "end-undecided": _end_without_quorum,
     # Any member takes the vote of a leader that it knows to have ended.
     "anyone-takes": lambda: [
-        (voter, "may_take", lambda _, taker, dead: taker != dead),
-        (decision, "breaks_tie", _count_anyone()),
+        (exception, "may_take", lambda _, taker, dead: taker != dead),
+        (exception, "breaks_tie", _count_anyone()),
     ],
     # A vote is taken however long ago the last contact was.
-    "late-taking": lambda: [(Voter, "mark_ended", _mark_ended_whenever)],
+    "late-taking": lambda: [(Contacts, "mark_ended", _mark_ended_whenever)],
     # The leader of a view does not wait for its heir's vote.
-    "leader-votes-first": lambda: [(decision, "breaks_tie", _count_leader_first())],
+    "leader-votes-first": lambda: [(exception, "breaks_tie", _count_leader_first())],
     # A restarted leader votes, although its vote may have been taken.
-    "restarted-vote": lambda: [(decision, "breaks_tie", _count_restarted)],
+    "restarted-vote": lambda: [(exception, "breaks_tie", _count_restarted)],
     # A node that has handed its vote over votes nevertheless.
-    "handed-vote": lambda: [(decision, "find_counted", _count_handed)],
+    "handed-vote": lambda: [(exception, "find_counted", _count_handed)],
 }

@@ -21,7 +21,14 @@ from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
+from elastic_resume.rendezvous.core.world import (
+    Ballot,
+    Incarnation,
+    PersistentState,
+    Proposal,
+    ProposalAck,
+    View,
+)
 from elastic_resume.rendezvous.facts import Fact
 from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, InvariantChecker
 from tests.support.rendezvous_sim.network import (
@@ -36,7 +43,7 @@ RESTART_DELAY_S = 1.0
 """When an agent that gave up is started again."""
 COLLECTIVE_TIMEOUT_S = 2.0
 """After which workers fail that cannot reach a peer."""
-VIEW_CHANGE_MESSAGES = (messages.Propose, messages.ProposalAck, messages.StartView)
+VIEW_CHANGE_MESSAGES = (messages.Propose, ProposalAck, messages.StartView)
 
 TraceFunction = Callable[[str, object], None]
 
@@ -67,7 +74,7 @@ class SimulatedNode(Host):
         self.clock_origin_s = 0.0
         self.order = 0
         self.is_preparing, self.preparation_s = False, 0.0
-        self.saved_state: interface.PersistentState | None = None
+        self.saved_state: PersistentState | None = None
         self.max_write_s = 0.01
         self.max_stop_s = 0.02
         self.incarnation_id = 0
@@ -163,7 +170,7 @@ class SimulatedNode(Host):
         own = Incarnation(self.node_name, f"{self.name} elsewhere", 1, self.name)
         view = View(self.rng.choice((1, 7)), (own,), own, "another job")
         promised = Ballot(self.rng.choice((1, 50)), own.disk_id, 1)
-        self.saved_state = interface.PersistentState(own, view, promised, None, view.generation)
+        self.saved_state = PersistentState(own, view, promised, None, view.generation)
 
     @property
     def running(self) -> bool:
@@ -185,7 +192,7 @@ class SimulatedNode(Host):
         if self.agent is None:
             return set()
         state = self.agent.state
-        members = {member.address for member in state.view.members if member not in state.voter.ended}
+        members = {member.address for member in state.view.members if member not in state.contacts.ended}
         hosts = {get_host_name(address): address for address in members | set(self.settings.candidates)}
         return {name for name, address in hosts.items() if self._listens_at(name, address)}
 
@@ -459,10 +466,10 @@ class SimulatedNode(Host):
         if self.trace and not isinstance(event, interface.Tick):
             self.trace(self.name, event)
         before, role = self.agent.state.view, self.agent.role
-        proposal = role.view_change.decision.proposal if isinstance(role, Leader) else None
+        proposal = role.proposer.proposal if isinstance(role, Leader) else None
         effects = self.agent.handle(event, self.local_time())
         if self.agent.state.view is not before:
-            decided = proposal or (role.view_change.decision.proposal if isinstance(role, Leader) else None)
+            decided = proposal or (role.proposer.proposal if isinstance(role, Leader) else None)
             self._note_decision(before.generation, decided)
         self._check_false_deaths()
         for effect in effects:
@@ -488,7 +495,7 @@ class SimulatedNode(Host):
         self.checkers.on_decided(slot if is_own else None, view, self.clock.now)
 
     def _check_false_deaths(self) -> None:
-        known = self.agent.state.voter.ended if self.agent else set()
+        known = self.agent.state.contacts.ended if self.agent else set()
         for member in known - self._known_ended:
             node = self.net.hosts.get(get_host_name(member.address))
             agent = node.agent if isinstance(node, SimulatedNode) else None

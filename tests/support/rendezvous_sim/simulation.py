@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import combinations, permutations
 
+from elastic_resume.rendezvous.core.exception import breaks_tie, find_replacing_quorum
 from elastic_resume.rendezvous.core.interface import RendezvousSettings
 from elastic_resume.rendezvous.core.messages import Header, Heartbeat, Workers
-from elastic_resume.rendezvous.core.quorum import Electorate, breaks_tie, find_counted, find_replacing_quorum
+from elastic_resume.rendezvous.core.sequence import Electorate, find_counted
 from elastic_resume.rendezvous.core.world import Incarnation, View
 from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
@@ -394,7 +395,7 @@ class Simulation:
         newest = max((agent.state.view for agent in agents), key=lambda view: view.generation)
         electorate = Electorate(newest, len(self.settings.candidates))
         cast = {
-            key: (agent.state.incarnation, agent.state.voter.make_vote())
+            key: (agent.state.incarnation, agent.state.acceptor.make_vote())
             for agent in agents
             if (key := electorate.find_key(agent.state.incarnation))
         }

@@ -6,8 +6,7 @@ import socket
 from dataclasses import replace
 
 from elastic_resume.rendezvous.client import MAX_BOOT_STEP, make_incarnation
-from elastic_resume.rendezvous.core.interface import PersistentState
-from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, PersistentState
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
 
 

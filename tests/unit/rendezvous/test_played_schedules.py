@@ -37,7 +37,7 @@ def get_state(scenario: Scenario, name: str) -> NodeState:
 def find_proposal(scenario: Scenario, name: str) -> Any:
     """Return the pending proposal of a leader."""
     agent = scenario.nodes[name].agent
-    return agent and isinstance(agent.role, Leader) and agent.role.view_change.decision.proposal
+    return agent and isinstance(agent.role, Leader) and agent.role.proposer.proposal
 
 
 def play_unacknowledged_proposal() -> Scenario:

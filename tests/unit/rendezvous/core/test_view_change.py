@@ -10,7 +10,7 @@ from elastic_resume.policy.reasons import SettingDiffers
 from elastic_resume.rendezvous.core.admission import Admission
 from elastic_resume.rendezvous.core.interface import JoinRequest, RendezvousSettings, Send
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import Hello, JoinSpec, NodeStatus, Refused, Workers
+from elastic_resume.rendezvous.core.messages import Hello, JoinSpec, Refused, Workers, WorkersStatus
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.view_change import (
@@ -45,7 +45,7 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
         candidates=("a", "b", "c"),
     )
     assert admission.check_hello(hello) is None
-    assert state.voter.ended == {former}
+    assert state.contacts.ended == {former}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_node_with_another_script_is_refused_whoever_joins_first(
     leader, link = Leader(state, {}), Link(-1, peer=other)
     state.links[-1] = link
     leader.peers.add(Peer(other, link))
-    theirs = NodeStatus(Workers.JOINED, join=JoinSpec("b:1", 1, script=script))
+    theirs = WorkersStatus(Workers.JOINED, join=JoinSpec("b:1", 1, script=script))
     if not leader_joins_first:
         leader.handle_message(link, theirs)
     state.script = "a"

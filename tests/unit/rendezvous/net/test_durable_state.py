@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.errors import NodeFileError
-from elastic_resume.rendezvous.core.interface import PersistentState
-from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, Proposal, View
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, PersistentState, Proposal, View
 from elastic_resume.rendezvous.net.durable_state import (
     RENDEZVOUS_STATE_FILE,
     DurableStateFile,

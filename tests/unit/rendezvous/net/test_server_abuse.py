@@ -29,8 +29,6 @@ from elastic_resume.rendezvous.core.messages import (
     LeaderAnnouncement,
     LeaveNotice,
     Message,
-    NodeStatus,
-    ProposalAck,
     Propose,
     Redirect,
     Refused,
@@ -39,8 +37,18 @@ from elastic_resume.rendezvous.core.messages import (
     Waiting,
     Welcome,
     Workers,
+    WorkersStatus,
 )
-from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, JobEnd, Proposal, View, Vote
+from elastic_resume.rendezvous.core.world import (
+    NO_VIEW,
+    Ballot,
+    Incarnation,
+    JobEnd,
+    Proposal,
+    ProposalAck,
+    View,
+    Vote,
+)
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import ConnectionLimits, HandshakeLimiter, LogThrottle
 from tests.support.rendezvous_nodes import (
@@ -295,7 +303,7 @@ def all_messages() -> list[Message]:
         Welcome(impostor, world),
         Redirect("127.0.0.1:1"),
         Refused(SettingDiffers("--nnodes", "1:2", "1:4")),
-        NodeStatus(Workers.JOINED, 10**6, JoinSpec("127.0.0.1:1", 1)),
+        WorkersStatus(Workers.JOINED, 10**6, JoinSpec("127.0.0.1:1", 1)),
         Heartbeat(),
         RequestVote(1, ballot),
         Vote(1, ballot, proposal),
@@ -306,7 +314,7 @@ def all_messages() -> list[Message]:
         EndView(1, ViewEnd.PAUSED),
         Waiting(Wait.LINK_BROKEN),
         FailJob(FAILURE),
-        NodeStatus(Workers.FINISHED, 1),
+        WorkersStatus(Workers.FINISHED, 1),
         JobEnd(10**6, FAILURE),
         LeaveNotice(Signalled("SIGTERM")),
         LeaderAnnouncement(impostor, 0, 0, 0, 9),

@@ -17,7 +17,14 @@ import pytest
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.interface import RendezvousSettings
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import Hello, JoinSpec, NodeStatus, StartView, Welcome, Workers
+from elastic_resume.rendezvous.core.messages import (
+    Hello,
+    JoinSpec,
+    StartView,
+    Welcome,
+    Workers,
+    WorkersStatus,
+)
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.peers import Link, Peer
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, View
@@ -292,9 +299,9 @@ B, C = Incarnation("b", "2", 1, "b:1"), Incarnation("c", "3", 1, "c:1")
 VIEW = View(7, (A, B), A)
 
 
-def joined(join: JoinSpec) -> NodeStatus:
+def joined(join: JoinSpec) -> WorkersStatus:
     """Return the status of a node that has joined."""
-    return NodeStatus(Workers.JOINED, join=join)
+    return WorkersStatus(Workers.JOINED, join=join)
 
 
 def make_leader() -> tuple[RendezvousNode, Leader]:

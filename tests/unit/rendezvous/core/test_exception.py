@@ -20,7 +20,7 @@ from elastic_resume.rendezvous.core.interface import (
 from elastic_resume.rendezvous.core.messages import Header, Welcome
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.voter import Voter
+from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Incarnation, View
 
 SETTINGS = RendezvousSettings(("head:1", "b:1"), max_nodes=3)
@@ -55,23 +55,23 @@ def test_refused_call_proves_the_end_of_the_process_that_was_there(
 ) -> None:
     """The leader has met that follower at an IP address."""
     leader, follower = Incarnation("a", "disk a", 1, "a:1"), Incarnation("b", "disk b", 1, address)
-    voter = Voter(SETTINGS, leader, None, 0.0, 0)
-    voter.adopt_view(View(1, (leader, follower), leader), leader)
+    contacts = NodeState(SETTINGS, leader, None, 0.0).contacts
+    contacts.adopt_view(View(1, (leader, follower), leader), leader)
     if known_ip:
-        voter.follower_links[follower] = Link(-1, peer=follower, ip_address=known_ip)
-    call = Link(1, address, view_at_dial=voter.view, refusing_ips=frozenset(refusing_ips))
-    voter.mark_ended_at(call)
-    assert (follower in voter.ended) is is_ended
+        contacts.follower_links[follower] = Link(-1, peer=follower, ip_address=known_ip)
+    call = Link(1, address, view_at_dial=contacts.view, refusing_ips=frozenset(refusing_ips))
+    contacts.mark_ended_at(call)
+    assert (follower in contacts.ended) is is_ended
 
 
 @pytest.mark.parametrize(("dialled_at", "is_ended"), [(4.0, False), (6.0, True)])
 def test_refused_call_proves_the_end_of_a_process_known_before(dialled_at: float, *, is_ended: bool) -> None:
     """The follower, a spare, sent its message at 5 s: an earlier call may have come before it listened."""
     leader, follower = Incarnation("a", "disk a", 1, "a:1"), Incarnation("b", "disk b", 1, "b:1")
-    voter = Voter(SETTINGS, leader, None, 0.0, 0)
-    voter.follower_links[follower] = Link(-1, peer=follower, ip_address="1", last_received_at=5.0)
-    voter.mark_ended_at(Link(1, "b:1", dialled_at=dialled_at, refusing_ips=frozenset({"1"})))
-    assert (follower in voter.ended) is is_ended
+    contacts = NodeState(SETTINGS, leader, None, 0.0).contacts
+    contacts.follower_links[follower] = Link(-1, peer=follower, ip_address="1", last_received_at=5.0)
+    contacts.mark_ended_at(Link(1, "b:1", dialled_at=dialled_at, refusing_ips=frozenset({"1"})))
+    assert (follower in contacts.ended) is is_ended
 
 
 def test_follower_keeps_a_leader_whose_name_leads_to_another_machine() -> None:

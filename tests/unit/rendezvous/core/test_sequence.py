@@ -8,15 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.rendezvous.core.quorum import (
+from elastic_resume.rendezvous.core.exception import breaks_tie, find_replacing_quorum, may_take, may_vote
+from elastic_resume.rendezvous.core.sequence import (
     CastVotes,
     Electorate,
-    breaks_tie,
     find_counted,
     find_proposal_to_repeat,
-    find_replacing_quorum,
-    may_take,
-    may_vote,
 )
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, Proposal, View, Vote
 
