@@ -161,7 +161,8 @@ class RendezvousNode:
     def _handle_fail_job(self, event: messages.FailJob) -> None:
         self.state.job_failure = event.failure
         self.state.stop_workers(ViewEnd.JOB_OVER)
-        self.state.set_workers(Workers.FAILED)
+        if not self.state.is_leaving:
+            self.state.set_workers(Workers.FAILED)
         self.role.handle_own(event)
 
     def _handle_leave(self, event: interface.Leave) -> None:
