@@ -56,7 +56,7 @@ class Leader(Role):
         scope = Scope(0, (), state.incarnation.node, state.settings.node_timeout_s)
         self.board = FactBoard(state.settings.topics, state.verdicts, scope)
         self.proposer = Proposer(state.acceptor)
-        self.view_change = ViewChange(state, self.proposer, self.peers, self.own)
+        self.view_change = ViewChange(state, self.proposer, self.peers)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.heartbeat = messages.Heartbeat(tuple(self.board.verdicts.values()))
         """Shared by all followers, so that it is encoded once."""
@@ -148,7 +148,7 @@ class Leader(Role):
         elif not peer.is_leaving and workers is not Workers.RUNNING and self._runs_on(node):
             self.end_view(WorkersStopped(node.node))
         if status.join:
-            self.view_change.handle_join(node, status.join, self.running_view, is_new=not former.join)
+            self.view_change.handle_join(node, self.running_view, is_new=not former.join)
         self.view_change.reevaluate()
 
     def _refuse_other_script(self, peer: Peer) -> bool:
@@ -517,7 +517,7 @@ class Leader(Role):
             return
         self.running_view, state.started_generation = view, view.generation
         state.backoff.note_start(state.now, start.newest_step)
-        self.view_change.handle_view_started(view)
+        self.view_change.scale_up_at = float("inf")
         self.board.start_view(view.generation, tuple(member.node for member in view.members))
         members = frozenset(view.members)
         for peer in self.peers:
@@ -526,6 +526,7 @@ class Leader(Role):
             self._send(peer, start)
         state.start_workers(view, start, state.now + state.settings.lease_s)
         self.own.status = state.status
+        self.view_change.schedule_scale_up(view)
 
     def _is_job_finished(self) -> bool:
         """Return whether every present node has finished and no absent one is worth waiting for.

@@ -90,6 +90,11 @@ class WorkersStatus:
         """Whether the workers have ended and will not begin again in this view, so that the node may vote."""
         return self.workers not in {Workers.STOPPED, Workers.RUNNING}
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the node has joined, and new workers of it take long to start."""
+        return self.join is not None and self.join.is_preparing
+
     def runs(self, view: View | None) -> bool:
         """Return whether the workers of a view run."""
         return self.workers is Workers.RUNNING and view is not None and self.generation == view.generation

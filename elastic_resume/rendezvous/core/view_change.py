@@ -1,4 +1,4 @@
-"""Decide, as leader, when to propose a view and when to start its workers.
+"""Carry out what `next_view` decides, as leader: propose a view, and start its workers.
 
 ::
 
@@ -6,34 +6,33 @@
       ▲  ▲                                    │                                              │
       │  └── decided, but a member was lost ──┘                                              │
       └── end_view: a member is lost, its workers failed, or newcomers are here ─────────────┘
-
-A view change waits for followers until they have stopped their workers. It waits one node timeout for absent
-members, since they may be searching for this leader. At the first start it waits until no newcomer has joined
-for the last-call timeout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from elastic_resume.policy.reachability import choose_left_out
 from elastic_resume.policy.reasons import (
     MAX_NODES_NAMED,
     CandidatesMissing,
-    LastCall,
-    MembersAbsent,
     NodeArguments,
     NodesUnreachable,
-    TooFewNodes,
     VotesMissing,
     Wait,
     WaitReason,
-    WorkersRunning,
     name_nodes,
 )
 from elastic_resume.rendezvous.core.backoff import MAX_BACKOFF_S
-from elastic_resume.rendezvous.core.messages import JoinSpec, RequestVote, StartView, Workers
-from elastic_resume.rendezvous.core.peers import NEVER, Peer, PeerTable
+from elastic_resume.rendezvous.core.messages import JoinSpec, RequestVote, StartView, WorkersStatus
+from elastic_resume.rendezvous.core.next_view import (
+    Plan,
+    Situation,
+    list_finished,
+    rank_members,
+    wait_for_workers,
+)
+from elastic_resume.rendezvous.core.peers import PeerTable
 from elastic_resume.rendezvous.core.sequence import CastVotes, Proposer, find_counted
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, Proposal, ProposalAck, View
@@ -53,11 +52,10 @@ MAX_ACK_NODE_TIMEOUTS = 2
 class ViewChange:
     """Forms one view after another for a leader."""
 
-    def __init__(self, state: NodeState, proposer: Proposer, peers: PeerTable, own: Peer) -> None:
+    def __init__(self, state: NodeState, proposer: Proposer, peers: PeerTable) -> None:
         self.state = state
         self.proposer = proposer
         self.peers = peers
-        self.own = own
         self.slot_since = state.now
         """Since when the votes for this slot are collected."""
         self.joins: dict[Incarnation, JoinSpec] = {}
@@ -73,7 +71,7 @@ class ViewChange:
         """The end of the job that is to be decided."""
         self.apart: frozenset[frozenset[str]] = frozenset()
         """Pairs of nodes of which no view may have both, as they cannot reach each other."""
-        self.left_out: dict[Incarnation, NodesUnreachable] = {}
+        self.left_out: Mapping[Incarnation, NodesUnreachable] = {}
         """The joined nodes that are left out because of `apart`, and why."""
         self.began_at = state.now
         self.last_arrival_at = state.now
@@ -115,32 +113,28 @@ class ViewChange:
     def _find_quorum(self, votes: CastVotes) -> CastVotes | None:
         return self.state.contacts.find_quorum(votes, self._find_replaced_nodes)
 
-    def list_nodes(self) -> list[Peer]:
-        """Return the followers and this node."""
-        return [*self.peers.by_incarnation.values(), self.own]
+    def list_statuses(self) -> dict[Incarnation, WorkersStatus]:
+        """Return what the workers of the followers and of this node do."""
+        statuses = {node: peer.status for node, peer in self.peers.by_incarnation.items()}
+        statuses[self.state.incarnation] = self.state.status
+        return statuses
 
-    def handle_join(
-        self, incarnation: Incarnation, join: JoinSpec, running_view: View | None, *, is_new: bool
-    ) -> None:
+    def handle_join(self, node: Incarnation, running_view: View | None, *, is_new: bool) -> None:
         """Note that a node has joined, or is ready now; another newcomer may follow one that `is_new`."""
-        if is_new and self.state.view.rank(incarnation) is None:
+        if is_new and self.state.view.rank(node) is None:
             self.last_arrival_at = self.state.now
-        if not join.is_preparing:
-            self.schedule_scale_up(incarnation, running_view)
+        self.schedule_scale_up(running_view)
         self.reevaluate()
 
-    def schedule_scale_up(self, incarnation: Incarnation, running_view: View | None) -> None:
-        """Schedule the next view if a newcomer is ready that the running view has room for."""
-        if (
-            running_view
-            and len(running_view.members) < self.state.settings.max_nodes
-            and running_view.rank(incarnation) is None
-            and not self.is_cut_off(incarnation, running_view)
-        ):
-            backoff, delay_s = self.state.backoff, self.state.settings.scale_up_delay_s
-            # Workers of a view that has just started would leave it before they have all met.
-            started_until = backoff.started_at + backoff.compute_scale_up_delay_s(delay_s)
-            ready_at = max(self.last_arrival_at + delay_s, started_until, backoff.wait_until(incarnation))
+    def schedule_scale_up(self, running_view: View | None) -> None:
+        """Schedule the next view if newcomers are ready that the running view has room for."""
+        if running_view is None or len(running_view.members) >= self.state.settings.max_nodes:
+            return
+        backoff, delay_s = self.state.backoff, self.state.settings.scale_up_delay_s
+        # Workers of a view that has just started would leave it before they have all met.
+        started_until = backoff.started_at + backoff.compute_scale_up_delay_s(delay_s)
+        for node in self.list_ready_newcomers(running_view):
+            ready_at = max(self.last_arrival_at + delay_s, started_until, backoff.wait_until(node))
             self.scale_up_at = min(self.scale_up_at, max(self.state.now, ready_at))
 
     def advance(self) -> None:
@@ -150,34 +144,68 @@ class ViewChange:
             return
         self.evaluate_at, self.proposed_at = float("inf"), self.state.now
         votes = self._find_quorum(proposer.cast)
-        if votes is not None and self.state.status.has_stopped and not self._may_replace_left_out():
-            self.blocked_since = None
         if votes is not None:
             earlier = proposer.find_proposal_to_repeat(votes)
             if earlier:
-                self.joins = {}
+                self.joins, self.blocked_since = {}, None
                 proposer.propose(earlier.view, earlier.end, is_repeated=True)
                 return
             if self.end:
                 generation, history = 1 + self.state.acceptor.known.max_generation, self.state.view.history
                 end = replace(self.end, generation=generation, history=history)
+                self.blocked_since = None
                 proposer.propose(View(generation, (), self.state.incarnation, history), end)
                 return
         if self.end:
             self._note_blocked()
             self.evaluate_at = self.state.now + self.state.settings.heartbeat_interval_s
-        self.joins = {} if self.end else self._collect_joins(has_quorum=votes is not None)
-        if not self.joins or votes is None:
+            self.joins = {}
             return
-        self.broken_links, self.blocked_since = set(), None
-        view = self._make_view()
-        self.joins = {member: self.joins[member] for member in view.members}
+        plan = self._plan(votes)
+        self.left_out = plan.left_out
+        if plan.is_blocked:
+            self._note_blocked()
+        elif votes is not None and self.state.status.has_stopped:
+            self.blocked_since = None
+        if plan.reason:
+            self.joins, self.evaluate_at = {}, plan.until
+            if plan.reason != self.wait_reason:
+                self.wait_reason, self.waiting_since = plan.reason, self.state.now
+            return
+        self.broken_links = set()
+        view = self._make_view(plan.joins)
+        self.joins = {member: plan.joins[member] for member in view.members}
         proposer.propose(view, None)
         self.awaiting = set(view.members) - {self.state.incarnation}
 
     def _note_blocked(self) -> None:
         if self.blocked_since is None:
             self.blocked_since = self.state.now
+
+    def _plan(self, votes: CastVotes | None) -> Plan:
+        state, nodes, stop_until = self.state, self.list_statuses(), self.began_at + MAX_STOP_S
+        waits = wait_for_workers(
+            state.incarnation, nodes, stop_until - state.now, has_broken_link=bool(self.peers.disconnected)
+        )
+        if waits:
+            return replace(waits, until=stop_until if state.now < stop_until else float("inf"))
+        joins = [status.join for status in nodes.values() if status.join]
+        state.backoff.settle(max((join.newest_step for join in joins), default=0))
+        situation = Situation(
+            state.settings,
+            state.now,
+            state.view,
+            nodes,
+            missing_votes=self._find_missing_votes(nodes) if votes is None else None,
+            absent=state.contacts.find_absent_members(nodes),
+            unreachable=state.unreachable,
+            has_replaced=bool(self._find_replaced_nodes()),
+            apart=self.apart,
+            backoff=state.backoff,
+            began_at=self.began_at,
+            last_arrival_at=self.last_arrival_at,
+        )
+        return situation.plan()
 
     def _find_replaced_nodes(self) -> set[str]:
         """Return the names of members that are back with an empty disk, and have any proposal."""
@@ -252,13 +280,13 @@ class ViewChange:
         newest_step = max(join.newest_step for join in joins.values())
         store_address = joins[view.members[0]].store_address
         arguments = compare_arguments(view, joins)
-        finished = name_nodes(self._list_finished_nodes())
-        preparing_nodes = {
-            peer.incarnation
-            for peer in self.list_nodes()
-            if (join := peer.status.join) and join.is_preparing and view.rank(peer.incarnation) is None
-        }
-        preparing = tuple(node.node for node in before.members if node in preparing_nodes)
+        statuses = self.list_statuses()
+        finished = name_nodes(list_finished(statuses))
+        preparing = tuple(
+            node.node
+            for node in before.members
+            if view.rank(node) is None and node in statuses and statuses[node].is_preparing
+        )
         return (
             view,
             None,
@@ -268,13 +296,6 @@ class ViewChange:
         )
 
     # Waiting.
-
-    def _wait(self, reason: WaitReason, until: float = float("inf")) -> dict[Incarnation, JoinSpec]:
-        """Note why no view can be proposed; return no joins."""
-        self.evaluate_at = until
-        if reason != self.wait_reason:
-            self.wait_reason, self.waiting_since = reason, self.state.now
-        return {}
 
     def take_wait_reason(self) -> WaitReason | None:
         """Return a wait reason that lasts and was not reported yet."""
@@ -290,73 +311,6 @@ class ViewChange:
     def _report_due_at(self) -> float:
         return self.waiting_since + REPORT_WAIT_AFTER_S
 
-    def _collect_joins(self, *, has_quorum: bool) -> dict[Incarnation, JoinSpec]:
-        """Return the nodes that want to be in the next view; none if it cannot be proposed yet."""
-        state, settings = self.state, self.state.settings
-        stop_until = self.began_at + MAX_STOP_S
-        if not state.status.has_stopped:
-            if state.now < stop_until:
-                return self._wait(WorkersRunning(state.incarnation.node), stop_until)
-            self._note_blocked()
-            return self._wait(WorkersRunning(state.incarnation.node))
-        if self.peers.disconnected:
-            return self._wait(Wait.LINK_BROKEN)
-        if state.now < stop_until:
-            for peer in self.peers.by_incarnation.values():
-                if not peer.status.has_stopped:
-                    return self._wait(WorkersRunning(peer.incarnation.node), stop_until)
-        joins = self._list_joins()
-        present = {state.incarnation, *self.peers.by_incarnation}
-        # This node's own vote may count only after a while, without any message.
-        until = NEVER if has_quorum else state.now + settings.heartbeat_interval_s
-        if not has_quorum or self._may_replace_left_out():
-            self._note_blocked()
-        finished = self._list_finished_nodes()
-        if not finished and len(joins) < settings.min_nodes:
-            reason = TooFewNodes(len(joins), settings.min_nodes, tuple(self.left_out.values()))
-            return self._wait(reason, float("inf") if has_quorum else until)
-        if not has_quorum:
-            return self._wait(self._find_missing_votes(present), until)
-        if not joins:
-            return self._wait(TooFewNodes(0, settings.min_nodes))
-        until = self._compute_wait_deadline(present, full=len(joins) >= settings.max_nodes)
-        if state.now < until:
-            return self._wait(self._find_absent(joins, present), until)
-        return self._leave_out_preparing(joins)
-
-    def _list_finished_nodes(self) -> list[str]:
-        """Return the nodes here whose workers have succeeded. Fewer than the minimum may then end, too."""
-        return [
-            peer.incarnation.node for peer in self.list_nodes() if peer.status.workers is Workers.FINISHED
-        ]
-
-    def _list_joins(self) -> dict[Incarnation, JoinSpec]:
-        """Return the nodes that have joined, without those that have to wait, if the others are enough."""
-        state = self.state
-        joins = {peer.incarnation: join for peer in self.list_nodes() if (join := peer.status.join)}
-        state.backoff.settle(max((join.newest_step for join in joins.values()), default=0))
-        self.left_out = self._find_left_out(joins)
-        joins = {node: join for node, join in joins.items() if node not in self.left_out}
-        ready = {node: join for node, join in joins.items() if state.now >= state.backoff.wait_until(node)}
-        # If most have to wait, it was this node's own link that broke.
-        is_enough = len(ready) >= state.settings.min_nodes and 2 * len(ready) > len(joins)
-        return ready if is_enough else joins
-
-    def _find_left_out(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, NodesUnreachable]:
-        """Choose which of the joined nodes to leave out, because others cannot reach them."""
-        pairs = self.apart
-        ranked = rank_members(self.state.view, joins, len(joins)) if pairs else ()
-        nodes = {node.node: node for node in ranked}
-        members = [name for name, node in nodes.items() if self.state.view.rank(node) is not None]
-        left_out = choose_left_out(members, list(nodes)[len(members) :], pairs)
-        if len(nodes) - len(left_out) < self.state.settings.min_nodes:
-            left_out = choose_left_out(list(nodes), [], pairs)  # a newcomer may replace a member then
-        return {nodes[name]: NodesUnreachable(name, name_nodes(others)) for name, others in left_out.items()}
-
-    def _may_replace_left_out(self) -> bool:
-        """Return whether another leader may reach nodes that take the place of those that are left out."""
-        return bool(self.left_out) and 1 + len(self.peers.by_incarnation) < self.state.settings.max_nodes
-
     def is_cut_off(self, node: Incarnation, view: View) -> bool:
         """Return whether a node and a member of the view cannot reach each other."""
         pairs = (pair for pair in self.apart if node.node in pair)
@@ -365,9 +319,7 @@ class ViewChange:
     def keep_apart(self, pairs: frozenset[frozenset[str]], running_view: View | None) -> None:
         """Form no view with both nodes of a pair; nodes that are in no pair any more may be newcomers."""
         self.apart = pairs
-        for peer in self.list_nodes():
-            if (join := peer.status.join) and not join.is_preparing:
-                self.schedule_scale_up(peer.incarnation, running_view)
+        self.schedule_scale_up(running_view)
         self.reevaluate()
 
     def _note_left_out(self, before: View) -> None:
@@ -379,7 +331,7 @@ class ViewChange:
                 self.state.backoff.add(node, self.state.now)
                 self.state.emit_event("left-out", self.left_out[node])
 
-    def _find_missing_votes(self, present: set[Incarnation]) -> WaitReason:
+    def _find_missing_votes(self, present: Collection[Incarnation]) -> WaitReason:
         state = self.state
         counted = find_counted(self.proposer.cast)
         needed = state.acceptor.electorate.size // 2 + 1
@@ -392,37 +344,9 @@ class ViewChange:
         names = tuple(member.node for member in missing[:MAX_NODES_NAMED])  # in rank order
         return VotesMissing(state.view.generation, len(counted), needed, names, len(missing))
 
-    def _leave_out_preparing(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, JoinSpec]:
-        """Leave out nodes that prepare, if the others are enough, with a member of the last view."""
-        ready = {node: join for node, join in joins.items() if not join.is_preparing}
-        has_survivor = any(self.state.view.rank(node) is not None for node in ready)
-        return ready if has_survivor and len(ready) >= self.state.settings.min_nodes else joins
-
-    def _find_absent(self, joins: dict[Incarnation, JoinSpec], present: set[Incarnation]) -> WaitReason:
-        absent = self.state.contacts.find_absent_members(present)
-        if absent:
-            return MembersAbsent(name_nodes(absent), len(absent))
-        settings = self.state.settings
-        return LastCall(len(joins), settings.max_nodes, settings.last_call_timeout_s)
-
-    def _compute_wait_deadline(self, present: set[Incarnation], *, full: bool) -> float:
-        """Return until when absent nodes may come."""
-        state, settings, view = self.state, self.state.settings, self.state.view
-        until = NEVER
-        if not state.contacts.find_absent_members(present) <= state.unreachable:
-            until = self.began_at + settings.node_timeout_s
-        if settings.max_nodes > 1 and (not view.members or self._find_replaced_nodes()):
-            # If disks were lost, a view may run that no present node knows. Its leader connects soon.
-            since = self.last_arrival_at if view.members else self.began_at
-            until = max(until, since + 2 * settings.announce_interval_s)
-        has_survivors = any(member in present for member in view.members)
-        if not has_survivors and not full:
-            until = max(until, self.last_arrival_at + settings.last_call_timeout_s)
-        return until
-
-    def _make_view(self) -> View:
+    def _make_view(self, joins: Mapping[Incarnation, JoinSpec]) -> View:
         state = self.state
-        members = rank_members(state.view, self.joins, state.settings.max_nodes)
+        members = rank_members(state.view, joins, state.settings.max_nodes)
         leader = state.incarnation if state.incarnation in members else members[0]
         ballot = self.proposer.ballot
         history = state.view.history or f"{ballot.disk_id}:{ballot.boot}:{ballot.number}"
@@ -431,22 +355,14 @@ class ViewChange:
 
     def list_ready_newcomers(self, view: View) -> list[Incarnation]:
         """Return the joined nodes outside of a view that it could admit."""
-        ready = [
-            peer.incarnation
-            for peer in self.list_nodes()
-            if (join := peer.status.join) and not join.is_preparing
+        return [
+            node
+            for node, status in self.list_statuses().items()
+            if status.join
+            and not status.is_preparing
+            and view.rank(node) is None
+            and not self.is_cut_off(node, view)
         ]
-        return [node for node in ready if view.rank(node) is None and not self.is_cut_off(node, view)]
-
-    def handle_view_started(self, view: View) -> None:
-        """Schedule the next view if it has room for nodes that joined too late for this one."""
-        has_room = len(view.members) < self.state.settings.max_nodes
-        late = self.list_ready_newcomers(view)
-        self.scale_up_at = float("inf")
-        if has_room and late:
-            backoff, delay_s = self.state.backoff, self.state.settings.scale_up_delay_s
-            ready_at = min(backoff.wait_until(node) for node in late)
-            self.scale_up_at = max(ready_at, self.state.now + backoff.compute_scale_up_delay_s(delay_s))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
@@ -463,14 +379,3 @@ def compare_arguments(view: View, joins: dict[Incarnation, JoinSpec]) -> tuple[N
     differing = [node for node in view.members if joins[node].arguments != first][: MAX_ARGUMENTS_NAMED - 1]
     named = [view.members[0], *differing] if differing else []
     return tuple(NodeArguments(node.node, joins[node].arguments) for node in named)
-
-
-def rank_members(last: View, joins: dict[Incarnation, JoinSpec], max_members: int) -> tuple[Incarnation, ...]:
-    """Order the joined nodes by rank: members of the last view as before, then newcomers.
-
-    Newcomers follow the scheduler's order. Nodes beyond `max_members` are spares.
-    """
-    survivors = dict.fromkeys(member for member in last.members if member in joins)
-    newcomers = [incarnation for incarnation in joins if incarnation not in survivors]
-    newcomers.sort(key=lambda newcomer: (joins[newcomer].node_order, newcomer.node, newcomer.disk_id))
-    return tuple([*survivors, *newcomers][:max_members])

@@ -64,8 +64,8 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
     state, role = node.state, node.role
     if isinstance(role, Leader):
         members = role.running_view.members if role.running_view else ()
-        present = {state.incarnation, *role.peers.by_incarnation}
-        joins = {peer.incarnation.node: peer.status.join for peer in (*role.peers, role.own)}
+        statuses = role.view_change.list_statuses()
+        present = set(statuses)
         absent = () if role.running_view else set(state.view.members) - present
         return RendezvousStatus(
             state.incarnation,
@@ -74,7 +74,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
             view=role.running_view,
             generation=state.view.generation,
             others=tuple(sorted(present - set(members), key=lambda other: other.node)),
-            preparing=tuple(sorted(name for name, join in joins.items() if join and join.is_preparing)),
+            preparing=tuple(sorted(node.node for node, status in statuses.items() if status.is_preparing)),
             missing=tuple(sorted(member.node for member in absent)),
             waiting_reason="" if role.running_view else _describe(role.explain_wait()),
             end_reason=_describe(node.end_reason),
