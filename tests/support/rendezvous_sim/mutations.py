@@ -80,7 +80,8 @@ def _count_restarted(view: View, _: Incarnation, counted: CastVotes, *, is_free_
     return has_taken or (view.leader is not None and view.leader.disk_id in counted)
 
 
-def _count_handed(cast: CastVotes) -> CastVotes:
+def _count_handed(cast: CastVotes, lost_disks: AbstractSet[str] = frozenset()) -> CastVotes:
+    del lost_disks
     held = {key: entry for entry in cast.values() for key in entry[1].held}
     return {**held, **cast}
 

@@ -7,10 +7,11 @@ from itertools import islice
 
 import pytest
 
+from elastic_resume.policy.reasons import Wait
 from elastic_resume.rendezvous.core.interface import RendezvousSettings, StartWorkers
 from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.next_view import Plan, Situation
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.view_change import ViewChange
 from elastic_resume.rendezvous.core.world import Incarnation
 from tests.support.rendezvous_sim import schedule as kinds
 from tests.support.rendezvous_sim.__main__ import main
@@ -155,7 +156,7 @@ def test_checkers_report_the_smallest_violation_of_each_invariant() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "checker"),
     [
-        (ViewChange, "_collect_joins", lambda _, **__: {}, EVENTUAL_VIEW),
+        (Situation, "plan", lambda _: Plan(reason=Wait.NOTHING_JOINED), EVENTUAL_VIEW),
         (Leader, "_is_job_finished", lambda _: False, JOB_ENDS_EVERYWHERE),
         (RendezvousNode, "_compute_deadline", lambda self: self.state.now, QUIESCENCE),
     ],
