@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import zip_longest
 
 from elastic_resume.policy.reasons import (
     DirectoryCopied,
-    Loss,
     NameTaken,
     OtherJob,
     SettingDiffers,
     name_nodes,
 )
 from elastic_resume.rendezvous.core import messages
-from elastic_resume.rendezvous.core.peers import Peer, PeerTable
+from elastic_resume.rendezvous.core.peers import PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import Incarnation
 
@@ -24,22 +22,13 @@ MAX_CLAIMS = 64
 class Admission:
     """Decides which nodes may follow: settings must agree, and names must be unique."""
 
-    def __init__(
-        self,
-        state: NodeState,
-        peers: PeerTable,
-        remove_peer: Callable[[Peer, Loss], None],
-        has_running_view: Callable[[], bool],
-    ) -> None:
-        """`remove_peer` is called for a follower whose node is back as a new process."""
+    def __init__(self, state: NodeState, peers: PeerTable) -> None:
         self.state = state
         self.peers = peers
-        self.remove_peer = remove_peer
-        self.has_running_view = has_running_view
         self.claims: dict[Incarnation, float] = {}
         """When a process asked first whose name or directory another one has."""
 
-    def check_hello(self, hello: messages.Hello) -> messages.Refused | None:
+    def check_hello(self, hello: messages.Hello, *, is_running: bool) -> messages.Refused | None:
         """Learn what the node knows; return why it may not join, or None."""
         state, sender = self.state, hello.sender
         mismatch = self._find_setting_mismatch(hello)
@@ -53,7 +42,6 @@ class Admission:
             return messages.Refused(twin)
         if state.view.is_of_other_job(hello.view) and hello.view.members and not state.may_change_job():
             others = name_nodes(hello.view.members)
-            is_running = self.has_running_view()
             return messages.Refused(OtherJob(sender.node, hello.view.generation, others, is_running))
         state.acceptor.record_generation(hello.max_generation)
         state.acceptor.note_ballot(hello.promised)
@@ -114,10 +102,3 @@ class Admission:
         if is_alive or state.contacts.answers(peer.incarnation):
             return DirectoryCopied(sender.node, is_alive)
         return None
-
-    def remove_former(self, sender: Incarnation) -> None:
-        """Remove the former process of a node that has replied as a new one; a hello may be an old one."""
-        former = self.peers.by_node.get(sender.node)
-        if former and former.incarnation != sender:
-            is_restarted = former.incarnation.disk_id == sender.disk_id
-            self.remove_peer(former, Loss.RESTARTED if is_restarted else Loss.REPLACED)

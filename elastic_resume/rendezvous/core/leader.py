@@ -57,12 +57,10 @@ class Leader(Role):
         self.board = FactBoard(state.settings.topics, state.verdicts, scope)
         self.proposer = Proposer(state.acceptor)
         self.view_change = ViewChange(state, self.proposer, self.peers)
-        self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
+        self.discovery = LeaderAnnouncer(state, self.peers, self.make_announcement)
         self.heartbeat = messages.Heartbeat(tuple(self.board.verdicts.values()))
         """Shared by all followers, so that it is encoded once."""
-        self.admission = Admission(
-            state, self.peers, self._remove_peer, lambda: self.running_view is not None
-        )
+        self.admission = Admission(state, self.peers)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
         self.sent: messages.Propose | None = None
@@ -187,7 +185,7 @@ class Leader(Role):
             self.state.disconnect(link)
             self.handle_disconnected(link)
             return
-        refused = self.admission.check_hello(hello)
+        refused = self._check_hello(hello)
         link.peer = hello.sender
         if refused:
             self.state.send(link, refused)
@@ -196,6 +194,9 @@ class Leader(Role):
         newest = self.state.view.generation
         if self.running_view and newest > self.running_view.generation:
             self.end_view(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(newest),)))
+
+    def _check_hello(self, hello: messages.Hello) -> messages.Refused | None:
+        return self.admission.check_hello(hello, is_running=self.running_view is not None)
 
     def _send_welcome(self, link: Link, hello: messages.Hello) -> None:
         """Welcome a node; its first reply makes it a follower and proves that the link works both ways.
@@ -214,11 +215,14 @@ class Leader(Role):
         hello, known_generation = self.pending_welcomes.pop(link.conn_id)
         self.view_change.reevaluate()
         state, sender = self.state, hello.sender
-        refused = self.admission.check_hello(hello)
+        refused = self._check_hello(hello)
         if refused:
             state.send(link, refused)
             return
-        self.admission.remove_former(sender)
+        former = self.peers.by_node.get(sender.node)
+        if former and former.incarnation != sender:
+            is_restarted = former.incarnation.disk_id == sender.disk_id
+            self._remove_peer(former, Loss.RESTARTED if is_restarted else Loss.REPLACED)
         peer = self._add_peer(link, hello)
         if known_generation < state.view.generation:
             self._send(peer, messages.Decided(state.view))
@@ -432,7 +436,7 @@ class Leader(Role):
         if not self.peers.disconnected or state.now < self.next_probe_at:
             return
         self.next_probe_at = state.now + state.settings.probe_interval_s
-        self.discovery.probe(peer.incarnation.address for peer in self.peers.disconnected.values())
+        self.discovery.call([node.address for node in self.peers.disconnected])
 
     def _is_view_change_due(self) -> bool:
         """Return whether the view change may go on: heartbeats of many followers alone are no reason."""

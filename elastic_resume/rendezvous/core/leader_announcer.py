@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from elastic_resume.rendezvous.core import messages
-from elastic_resume.rendezvous.core.peers import Link
+from elastic_resume.rendezvous.core.peers import Link, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 
 MAX_PARALLEL_CALLS = 16
@@ -16,68 +16,45 @@ class LeaderAnnouncer:
     """Announces the leader to candidates and members that do not follow it."""
 
     def __init__(
-        self,
-        state: NodeState,
-        make_announcement: Callable[[], messages.LeaderAnnouncement],
-        list_follower_addresses: Callable[[], set[str]],
+        self, state: NodeState, peers: PeerTable, make_announcement: Callable[[], messages.LeaderAnnouncement]
     ) -> None:
         self.state = state
+        self.peers = peers
         self.make_announcement = make_announcement
-        self.list_follower_addresses = list_follower_addresses
         self.next_round_at = state.now
         self.pending_calls: dict[int, Link] = {}
         """Unanswered calls by connection, the oldest first."""
         self._next_target = 0
 
-    def list_targets(self) -> list[str]:
-        """Return the addresses of nodes that may not know the leader, also of processes that have ended.
-
-        Their next processes may listen there, and lead.
-        """
-        members = [member.address for member in self.state.view.members]
-        own = self.list_follower_addresses() | {self.state.incarnation.address}
-        return [
-            address
-            for address in dict.fromkeys([*self.state.settings.candidates, *members])
-            if address not in own
-        ]
-
     def advance(self) -> None:
-        """End the calls that timed out and make those that are due."""
+        """End the calls that timed out, and call those that may not know the leader when a round is due.
+
+        They may be processes that have ended: their next processes may listen there, and lead.
+        """
         state = self.state
         while self.pending_calls and state.now >= self._first_timeout_at():
             self.end_call(next(iter(self.pending_calls)))
-        if state.now < self.next_round_at:
-            return
-        self.next_round_at = state.now + state.settings.announce_interval_s
-        targets = self.list_targets()
-        if len(targets) > MAX_PARALLEL_CALLS:
-            start = self._next_target % len(targets)
-            targets = (targets[start:] + targets[:start])[:MAX_PARALLEL_CALLS]
-            self._next_target += MAX_PARALLEL_CALLS
-        for address in targets:
-            self.call(address)
+        if state.now >= self.next_round_at:
+            self.next_round_at = state.now + state.settings.announce_interval_s
+            members = [member.address for member in state.view.members]
+            followers = self._list_follower_addresses()
+            targets = dict.fromkeys([*state.settings.candidates, *members])
+            self.call([address for address in targets if address not in followers])
 
-    def call(self, address: str) -> None:
-        """Call an address, unless a call to it is in progress."""
-        if not self._is_calling(address):
-            link = self.state.dial(address)
-            self.pending_calls[link.conn_id] = link
+    def _list_follower_addresses(self) -> set[str]:
+        return {node.address for node in (self.state.incarnation, *self.peers.by_incarnation)}
 
-    def _is_calling(self, address: str) -> bool:
-        return any(link.address == address for link in self.pending_calls.values())
-
-    def probe(self, addresses: Iterable[str]) -> None:
+    def call(self, addresses: list[str]) -> None:
         """Call addresses round-robin, at most `MAX_PARALLEL_CALLS` at a time.
 
         A switch failure breaks many links at once.
         """
-        targets = list(addresses)
-        start = self._next_target % len(targets)
-        due = [target for target in targets[start:] + targets[:start] if not self._is_calling(target)]
-        in_progress = len(targets) - len(due)
-        for address in due[: max(0, MAX_PARALLEL_CALLS - in_progress)]:
-            self.call(address)
+        calling = {link.address for link in self.pending_calls.values()}
+        start = self._next_target % max(1, len(addresses))
+        due = [address for address in addresses[start:] + addresses[:start] if address not in calling]
+        for address in due[: max(0, MAX_PARALLEL_CALLS - (len(addresses) - len(due)))]:
+            link = self.state.dial(address)
+            self.pending_calls[link.conn_id] = link
             self._next_target += 1
 
     def handle_connected(self, link: Link) -> None:
@@ -89,8 +66,8 @@ class LeaderAnnouncer:
         """Call the other leader, whose address a node gave."""
         if link.conn_id in self.pending_calls:
             self.end_call(link.conn_id)
-            if message.address not in {"", self.state.incarnation.address} | self.list_follower_addresses():
-                self.call(message.address)
+            if message.address not in {"", *self._list_follower_addresses()}:
+                self.call([message.address])
 
     def end_call(self, conn_id: int) -> None:
         """End one call."""

@@ -125,7 +125,3 @@ class PeerTable:
         link.acked_sent_at = peer.link.acked_sent_at
         peer.link, peer.disconnected_at = link, None
         self.disconnected.pop(peer.incarnation, None)
-
-    def addresses(self) -> set[str]:
-        """Return the addresses at which followers listen."""
-        return {peer.incarnation.address for peer in self.by_incarnation.values()}

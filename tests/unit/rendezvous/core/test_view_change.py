@@ -29,9 +29,9 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
     state.adopt_view(view)
     peers = PeerTable()
     peers.add(Peer(former, Link(-1, peer=former)))
-    admission = Admission(state, peers, lambda peer, _: peers.remove(peer.incarnation), bool)
+    admission = Admission(state, peers)
     hello = Hello(newer, view, Ballot(), 2, node_timeout_s=3.0, min_nodes=1, max_nodes=3)
-    refused = admission.check_hello(hello)
+    refused = admission.check_hello(hello, is_running=False)
     assert refused is not None
     assert refused.refusal == SettingDiffers("host 1 of the list in --rdzv-endpoint", "missing", "a")
     hello = Hello(
@@ -44,7 +44,7 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
         max_nodes=3,
         candidates=("a", "b", "c"),
     )
-    assert admission.check_hello(hello) is None
+    assert admission.check_hello(hello, is_running=False) is None
     assert state.contacts.ended == {former}
 
 
@@ -62,10 +62,10 @@ def test_admission_names_the_first_candidate_that_differs(
 ) -> None:
     """The order counts: a candidate's place is its vote before the first view."""
     state = NodeState(RendezvousSettings(("a", "b", "c")), Incarnation("a", "disk a", 1, "a", 0), None, 0.0)
-    admission = Admission(state, PeerTable(), lambda *_: None, bool)
+    admission = Admission(state, PeerTable())
     sender = Incarnation("x", "disk x", 1, "x")
     hello = replace(state.make_hello(), sender=sender, candidates=theirs)
-    refused = admission.check_hello(hello)
+    refused = admission.check_hello(hello, is_running=False)
     assert refused is not None
     number, *values = difference
     assert refused.refusal == SettingDiffers(f"host {number} of the list in --rdzv-endpoint", *values)
