@@ -22,6 +22,7 @@ from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.admission import Admission
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.messages import Workers, WorkersStatus
+from elastic_resume.rendezvous.core.next_view import list_finished
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.sequence import Proposer
 from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
@@ -47,8 +48,6 @@ class Leader(Role):
     def __init__(self, state: NodeState, waiting_peers: dict[int, messages.Hello]) -> None:
         super().__init__(state)
         self.peers = PeerTable()
-        self.own = Peer(state.incarnation, Link(0), state.status)
-        """This node, as one of those that it leads; it has no link to itself."""
         self.running_view: View | None = None
         self.new_leader_address = ""
         self.pending_welcomes: dict[int, tuple[messages.Hello, int]] = {}
@@ -134,19 +133,21 @@ class Leader(Role):
             self._take_status(peer, status)
 
     def _take_status(self, peer: Peer, status: WorkersStatus) -> None:
-        """Note what the workers of a node do; a view ends when those of a member have ended."""
         former, peer.status = peer.status, status
-        node, workers = peer.incarnation, status.workers
-        if peer is not self.own and self._refuse_other_script(peer):
+        if self._refuse_other_script(peer):
             return
-        if workers is Workers.FINISHED:
+        if status.departure and not former.departure:
+            self._note_leaving(peer.incarnation, status.departure)
+        self._follow_status(peer.incarnation, status, is_new=not former.join)
+
+    def _follow_status(self, node: Incarnation, status: WorkersStatus, *, is_new: bool) -> None:
+        """Do what the status of a node asks for; a view ends when the workers of a member have ended."""
+        if status.workers is Workers.FINISHED:
             self.finished_generation = max(self.finished_generation, status.generation)
-        elif workers is Workers.LEAVING and former.workers is not workers and status.departure:
-            self._note_leaving(node, status.departure)
-        elif not peer.is_leaving and workers is not Workers.RUNNING and self._runs_on(node):
+        elif status.workers not in {Workers.RUNNING, Workers.LEAVING} and self._runs_on(node):
             self.end_view(WorkersStopped(node.node))
         if status.join:
-            self.view_change.handle_join(node, self.running_view, is_new=not former.join)
+            self.view_change.handle_join(node, self.running_view, is_new=is_new)
         self.view_change.reevaluate()
 
     def _refuse_other_script(self, peer: Peer) -> bool:
@@ -366,7 +367,6 @@ class Leader(Role):
                 self.end_view(ViewEnd.PAUSED, immediately=True)
             else:
                 state.lease_until = state.now + state.settings.lease_s
-        self.own.status = state.status
         if state.now >= self.next_scan_at:
             self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
@@ -529,7 +529,6 @@ class Leader(Role):
                 peer.status = WorkersStatus(Workers.RUNNING, view.generation)
             self._send(peer, start)
         state.start_workers(view, start, state.now + state.settings.lease_s)
-        self.own.status = state.status
         self.view_change.schedule_scale_up(view)
 
     def _is_job_finished(self) -> bool:
@@ -544,16 +543,18 @@ class Leader(Role):
         # This runs for every message. Nearly always the first member has not finished, so look no further.
         if not all(self._has_finished_or_is_absent(member, newest.generation) for member in newest.members):
             return False
-        staying = [peer for peer in (*self.peers, self.own) if not peer.is_leaving]
+        statuses = self.view_change.list_statuses()
+        staying = {node: status for node, status in statuses.items() if not status.departure}
         timed_out = state.now >= self.view_change.began_at + state.settings.node_timeout_s
         if self.has_finished_node():
-            present = [peer.incarnation for peer in staying]
-            return timed_out or not state.contacts.find_absent_members(present) - state.unreachable
-        is_idle = all(peer.status.workers is Workers.FINISHED for peer in staying)
+            return timed_out or not state.contacts.find_absent_members(staying) - state.unreachable
+        is_idle = len(list_finished(staying)) == len(staying)
         return timed_out and is_idle and not self.peers.disconnected
 
     def _has_finished_or_is_absent(self, member: Incarnation, generation: int) -> bool:
-        peer = self.own if member == self.state.incarnation else self.peers.by_incarnation.get(member)
+        if member == self.state.incarnation:
+            return self.state.status.has_finished(generation)
+        peer = self.peers.by_incarnation.get(member)
         return peer is None or peer.is_leaving or peer.status.has_finished(generation)
 
     def _begin_end(self) -> None:
@@ -589,11 +590,11 @@ class Leader(Role):
         """End the calls to nodes that do not follow."""
         self.discovery.close()
 
-    def _take_own_status(self, *_: object) -> None:
-        self._take_status(self.own, self.state.status)
+    def _follow_own_status(self, *_: object, is_new: bool = False) -> None:
+        self._follow_status(self.state.incarnation, self.state.status, is_new=is_new)
 
     def _handle_own_join(self, *_: object) -> None:
-        self._take_own_status()
+        self._follow_own_status(is_new=True)
         for peer in self.peers:
             self._refuse_other_script(peer)
 
@@ -656,8 +657,8 @@ class Leader(Role):
     }
     _OWN_HANDLERS: ClassVar[Handlers] = {
         interface.JoinRequest: _handle_own_join,
-        interface.Preparation: _take_own_status,
+        interface.Preparation: _follow_own_status,
         Fact: lambda self, *_: self._add_facts(self.state.incarnation, self.state.outbox.take()),
-        messages.FailureReport: _take_own_status,
-        interface.WorkersFinished: _take_own_status,
+        messages.FailureReport: _follow_own_status,
+        interface.WorkersFinished: _follow_own_status,
     }
