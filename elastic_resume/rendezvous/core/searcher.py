@@ -47,6 +47,8 @@ class Searcher(Role):
         super().__init__(state)
         self.named_leader = first_address if first_address != state.incarnation.address else ""
         """The leader that another one has named, until it does not answer."""
+        self.is_successor = first_address == state.incarnation.address
+        """The leader that leaves has named this node."""
         self.waiting_peers: dict[int, messages.Hello] = {}
         """Nodes that asked this one and wait for the result, by connection."""
         self.refusal: NodeRefused | None = None
@@ -254,7 +256,7 @@ class Searcher(Role):
 
     def _leads_now(self) -> bool:
         """Return whether no node before this one answers, or it has waited long enough for them."""
-        if self.state.now >= self.lead_anyway_at:
+        if self.is_successor or self.state.now >= self.lead_anyway_at:
             return True
         # A leader that refuses this node would make it step down at once.
         is_refused = self.refusal and not isinstance(self.refusal.refusal, OtherJob)
