@@ -6,8 +6,8 @@ one `node.RendezvousNode`, a pure state machine: an event and the time in, effec
 sockets, a disk and a clock. `tests/support/rendezvous_sim` plays the state machine through random faults.
 
 Parts. `sequence` decides one view after another by votes, on the data of `world`: no time, links or settings.
-`exception` is what is added to it unless `View.is_strict`. `next_view` and `backoff` are the policy: which nodes
-to propose, or why to wait. The roles and what they use keep sessions, and search for a leader.
+`exception` is what is added to it unless `View.is_strict`. `next_view` and `backoff` are the policy: which
+nodes to propose, or why to wait. The roles and what they use keep sessions, and search for a leader.
 
 Roles. A node has one role at a time; each role is a module. A table in it leads from the class of a message
 to its handler (`state.Role.dispatch`), and a role ends by setting `state.NodeState.next_role`::
