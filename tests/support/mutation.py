@@ -54,6 +54,7 @@ _TRANSFER = "elastic_resume/restore/transfer.py"
 _IPC = "elastic_resume/slots/ipc.py"
 _SHIM = "elastic_resume/agent/workers/launcher_shim.py"
 _REQUEST = "elastic_resume/agent/workers/worker_request.py"
+_SUPERVISOR = "elastic_resume/agent/workers/supervisor.py"
 _POOL = "elastic_resume/slots/slot_pool.py"
 _SERVER = "elastic_resume/rendezvous/net/server.py"
 _ATTEMPT = "elastic_resume/restore/attempt.py"
@@ -82,6 +83,12 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
         "never: self.reserve(needed, is_estimate=True, all_now=False) == 0",
     ): "no slot is large enough then",
     (_REQUEST, "never: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN"): "exec resets the handler too",
+    (
+        _SUPERVISOR,
+        "never: self._lease_expired and not self._stop_requested and self._wait_for_agent()",
+    ): "the worker was killed, unless it ended by itself in that millisecond",
+    (_SUPERVISOR, "operand: self._wait_for_agent()"): "the same",
+    (_SUPERVISOR, "never: not self._link.receive()"): "it would poll without a pause",
     (_POOL, "operand: planned > 1"): "a thread finds no slot to create",
     (_POOL, "operand: is_large"): "a thread finds no slot to create",
     (_SERVER, "operand: self._timer_due_s > due"): "a new timer for each event costs time only",
