@@ -307,7 +307,8 @@ class WorkerSupervisor:
             self._last_expiry = expires_at
         event = ""
         if state in {RUNNING, STOPPING} and self._is_over():
-            event = "over, can park" if now < self._last_expiry else "over"
+            can_park = self._link.is_restartable and now < self._last_expiry
+            event = "over, can park" if can_park else "over"
         elif state in {PARKING, PARKED, WAITING, STANDBY} and self._lease.has_agent_ended():
             event = "agent ended"
         elif state in {PARKING, STANDBY} and self._link.is_parked:
