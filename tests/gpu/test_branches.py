@@ -252,7 +252,7 @@ def test_gpu_of_model_is_found_and_given_to_ddp(
 
     monkeypatch.setattr(ddp, "DistributedDataParallel", wrap)
     monkeypatch.setattr(run._bucket_order, "prepare", lambda *_: None)
-    monkeypatch.setattr(run._observers, "watch", lambda _: None)
+    monkeypatch.setattr(run, "_observers", [])
     run.ddp(objects["model"])
     assert given == [{"init_sync": False, "device_ids": [0]}]
 
