@@ -2,7 +2,7 @@
 
 This is the entry point ``torchrun.handlers`` of this package. Torch calls `get_handler` whenever a process
 imports its rendezvous, so this module imports nothing. `take_over` is called in place of a rendezvous: it
-rebuilds the flags from torchrun's parsed arguments, runs the job here, and ends the process as the job ends.
+runs the job here with the same flags, and ends the process as the job ends.
 """
 
 TYPE_CHECKING = False
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-DEFAULT_MASTER_PORT = "29500"  # torchrun writes it into its arguments if none was given
+DEFAULT_MASTER_PORT = 29500  # torchrun's `run` writes it into the arguments if none was given
 
 
 def get_handler() -> "Callable[[object], NoReturn]":
@@ -23,7 +23,7 @@ def take_over(parameters: object) -> "NoReturn":
     """Run the job that torchrun was started for, and end this process.
 
     Raises:
-        ConfigError: the launcher is not torchrun's.
+        ConfigError: the launcher is none that can hand a job over.
 
     """
     import sys  # noqa: PLC0415
@@ -31,7 +31,7 @@ def take_over(parameters: object) -> "NoReturn":
     from elastic_resume import cli  # noqa: PLC0415
 
     del parameters  # only a part of torchrun's flags
-    sys.exit(cli.main(["run", *list_words(find_arguments(), sys.argv)], owns_process=True))
+    sys.exit(cli.main(["run", *list_words(find_arguments(), sys.argv[1:])], owns_process=True))
 
 
 def find_arguments() -> "argparse.Namespace":
@@ -55,33 +55,40 @@ def find_arguments() -> "argparse.Namespace":
         frame = frame.f_back
         args = frame.f_locals.get("args")
         is_torchruns = (frame.f_code.co_filename, frame.f_code.co_name) == (torchrun.__file__, "run")
-        if is_torchruns and isinstance(args, argparse.Namespace):
+        # torch.distributed.launch has this one; it gives scripts --local-rank, which `run` does not.
+        if is_torchruns and isinstance(args, argparse.Namespace) and getattr(args, "use_env", True):
             return args
     raise ConfigError(
-        "the rendezvous backend elastic_resume: this launcher calls torch.distributed.launcher itself, and "
-        "only torchrun, python -m torch.distributed.run and accelerate launch hand a job over. Start the "
-        "script by elastic-resume run in its place."
+        "the rendezvous backend elastic_resume: only torchrun, python -m torch.distributed.run and "
+        "accelerate launch hand a job over, and this is another launcher. Start the script by elastic-resume "
+        "run in its place."
     )
 
 
 def list_words(args: "argparse.Namespace", argv: "list[str]") -> "list[str]":
     """Return the words of ``elastic-resume run`` that equal ``args`` of torchrun.
 
-    Variables (PET_*) are read again, so a value that equals the parser's default is no word. ``argv`` is the
-    launcher's own command.
+    These are ``argv``, the words of this command, unless it is accelerate's, which has made ``args`` itself:
+    values that equal the defaults of torchrun's parser are left out then.
     """
+    import contextlib  # noqa: PLC0415
+    import io  # noqa: PLC0415
+
     from torch.distributed.run import get_args_parser  # noqa: PLC0415
 
     from elastic_resume import config  # noqa: PLC0415
 
-    actions = dict.fromkeys(config.actions_by_flag(get_args_parser()).values())
+    parser = get_args_parser()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        parsed = parser.parse_args(argv)
+        parsed.master_port = args.master_port if parsed.master_port is None else parsed.master_port
+        if parsed == args:
+            return argv
     words = []
-    for action in actions:
+    for action in dict.fromkeys(config.actions_by_flag(parser).values()):
         value = getattr(args, action.dest, None)
-        if action.dest == "rdzv_backend" or value is None or str(value) == str(action.default):
-            continue
-        is_default_port = action.dest == "master_port" and str(value) == DEFAULT_MASTER_PORT
-        if is_default_port and not any("master" in word for word in argv):
+        is_filled_in = action.dest == "master_port" and value == DEFAULT_MASTER_PORT  # a given one is a text
+        if value is None or str(value) == str(action.default) or is_filled_in:
             continue
         flag = max(action.option_strings, key=len)
         if action.nargs != 0:

@@ -86,8 +86,12 @@ class ShutdownController:
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Keep drain signals from killing the agent, and watch its time limit, within the context."""
-        previous = {number: signal.signal(number, self._record_signal) for number in read_drain_signals()}
+        """Keep drain signals from killing the agent, and watch its time limit, within the context.
+
+        They are torchelastic's while workers run. After that the newest step is still committed.
+        """
+        numbers = (signal.SIGTERM, *read_drain_signals())
+        previous = {number: signal.signal(number, self._record_signal) for number in numbers}
         self._thread.start()
         try:
             yield

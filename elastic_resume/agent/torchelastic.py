@@ -588,9 +588,9 @@ def run_workers(
 
     rendezvous_handler_registry.register(AGENT_BACKEND, create_handler)
     _filter_torchelastic_logs()
-    for part in controller.parts:
-        part.start(session.client)
     try:
+        for part in controller.parts:
+            part.start(session.client)
         launch_agent(config, spec.entrypoint, spec.args)
     except SystemExit as end:
         if end.code:
@@ -604,10 +604,11 @@ def run_workers(
         session.client.fail_job(job_failure)
         raise JobFailedError(describe(job_failure), reason=job_failure) from error
     finally:
-        for part in controller.parts:
-            part.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+        with contextlib.ExitStack() as closing:
+            for part in controller.parts:
+                closing.callback(part.close)
     job_end = session.client.job_end
     if job_end is not None and not isinstance(job_end.reason, JobFinished):
         raise JobFailedError(describe(job_end.reason), reason=job_end.reason)

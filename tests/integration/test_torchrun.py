@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from torch.distributed import launch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import get_args_parser
 
@@ -160,21 +161,33 @@ def test_accelerate_launch_hands_its_job_over(agents: Agents) -> None:
     assert {path.name for path in agents.directory.glob("rank-*")} == {"rank-0", "rank-1"}
 
 
-@pytest.mark.parametrize("line", [shape.line for shape in SHAPES.values()])
-def test_flags_are_handed_over_as_they_are(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both parsers read the same."""
+ODD = "--max-restarts 0 --nproc-per-node 1 --rdzv-conf= -- --weird.py --x=1 -- a,b"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_own"),
+    [(ODD, True), *((shape.line, is_own) for shape in SHAPES.values() for is_own in (True, False))],
+)
+def test_flags_are_handed_over_as_they_are(line: str, is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words themselves, so that a value which equals torchrun's default counts; or what equals them."""
     monkeypatch.setenv("PET_RDZV_BACKEND", "elastic_resume")
     words = line.replace(PORT, "29501").split() or ["train.py"]
-    expected = get_args_parser().parse_args(words)
     given = get_args_parser().parse_args(words)
+    expected = vars(given).copy()
     given.master_port = given.master_port or 29500  # as torchrun's `run` does
-    assert get_args_parser().parse_args(torchrun_handler.list_words(given, words)) == expected
+    found = torchrun_handler.list_words(given, words if is_own else ["launch", "--multi-gpu", "train.py"])
+    assert found == words or not is_own
+    assert vars(get_args_parser().parse_args(found)) == expected
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of torch.distributed.launch
 def test_another_launcher_is_refused() -> None:
     """Such as Ray's, which calls torch.distributed.launcher with a configuration of its own."""
+    given = ["--rdzv-backend=elastic_resume", "train.py"]
+    with pytest.raises(ConfigError, match="this is another launcher"):
+        launch.main(given)  # which gives scripts --local-rank
     config = LaunchConfig(1, 1, 1, run_id="x", rdzv_backend="elastic_resume", rdzv_endpoint="localhost:0")
-    with pytest.raises(ConfigError, match="this launcher calls torch"):
+    with pytest.raises(ConfigError, match="this is another launcher"):
         elastic_launch(config, sys.executable)("train.py")
 
 
