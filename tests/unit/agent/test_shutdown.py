@@ -49,20 +49,21 @@ def make_controller(
     return ShutdownController(context or SchedulerContext("host", "a"), log or RecordingLog())
 
 
-def test_signal_without_handler_is_sent_again_later() -> None:
+@pytest.mark.parametrize(("number", "code"), [(USR1, 75), (signal.SIGTERM, 143)])
+def test_signal_without_handler_is_sent_again_later(number: signal.Signals, code: int) -> None:
     """Its default action would kill the agent before torchelastic has started, or while it commits."""
     log = RecordingLog()
     controller, handled = make_controller(log=log), threading.Event()
     with controller.handle_signals():
         assert signal.getsignal(USR2) is signal.SIG_DFL  # it is no drain signal
-        os.kill(os.getpid(), USR1)
-        controller.on_signal(USR1)
+        os.kill(os.getpid(), number)
+        controller.on_signal(number)
         assert not log.emitted
-        signal.signal(USR1, lambda *_: handled.set())
+        signal.signal(number, lambda *_: handled.set())
         assert handled.wait(20)
-        controller.on_signal(USR1)
-    assert log.emitted == [{"drain": {"cause": "SIGUSR1", "others_continue": False}}]
-    assert controller.decide_exit_code("signalled", 138, node_rank=0) == 75
+        controller.on_signal(number)
+    assert log.emitted == [{"drain": {"cause": number.name, "others_continue": False}}]
+    assert controller.decide_exit_code("signalled", 128 + number, node_rank=0) == code
 
 
 def test_requested_drain_sends_drain_signal() -> None:
