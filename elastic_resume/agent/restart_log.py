@@ -215,7 +215,7 @@ class RestartLog:
         self._has_warned_of_no_resume = True
         logger.warning(
             "%s. A script that never calls it saves nothing and starts over at each restart: call "
-            "er.resume(...) in it, as docs/getting-started/port-your-script.md shows.",
+            "er.epochs(...) or er.resume(...) in it, as docs/getting-started/port-your-script.md shows.",
             why,
         )
 

@@ -7,6 +7,7 @@ elastic_resume knows it by its entry in `mechanisms.registry` alone.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -161,11 +162,11 @@ class Mechanism:
 
 def lazily(module: str, name: str) -> Callable[..., Any]:
     """Return a function that calls ``name`` of a mechanism's module, and imports the module only then."""
+    return functools.partial(_call, f"{__package__}.{module}", name)
 
-    def call(*args: Any) -> Any:
-        return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args)
 
-    return call
+def _call(module: str, name: str, *args: Any) -> Any:
+    return getattr(importlib.import_module(module), name)(*args)
 
 
 def encode_body(value: Any) -> FactBody:

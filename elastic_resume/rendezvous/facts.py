@@ -37,7 +37,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What a judge has found: `body` for all nodes (empty: nothing), and what it asks of the core."""
+    """What a judge has found: `body` for all nodes (empty: no verdict), and what it asks of the core."""
 
     body: FactBody = FactBody("")
     job_failure: JobFailure | None = None
@@ -90,7 +90,10 @@ class Topic:
     choose: Callable[[FactBody, FactBody], FactBody] = lambda _, newest: newest
     """Which of two facts of one generation goes with the next heartbeat."""
     is_of_job: bool = False
-    """All nodes that follow send such facts, at once; others members send, with the next heartbeat."""
+    """All nodes that follow send such facts, at once; others members send, with the next heartbeat.
+
+    A verdict about the job stays known until the next one with a body: the next leader may know less.
+    """
 
 
 class FactOutbox:

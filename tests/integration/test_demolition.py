@@ -43,11 +43,12 @@ with Cluster(Path("job"), nodes=1, workers_per_node=2, flags=["--snapshot-every"
 """
 
 
-NAMES = ["slow_ranks", "gpu_health", "hangs", "preemption", "replicas", "standbys", "unreachable_peers"]
-SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in NAMES[1:]]
+NAMES = sorted(path.parent.name for path in (ROOT / "elastic_resume/mechanisms").glob("*/__init__.py"))
+TESTED = "slow_ranks"  # in `make test`; the others in `make soak`
+SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in NAMES if name != TESTED]
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *SOAKED])
+@pytest.mark.parametrize("name", [TESTED, *SOAKED])
 def test_all_else_works_without_a_mechanism(tmp_path: Path, name: str) -> None:
     """Help, status and report too, in a job with a killed worker."""
     for folder in ("elastic_resume", "tests"):

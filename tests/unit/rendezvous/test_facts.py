@@ -31,6 +31,10 @@ class Recorder(Judge):
             raise ValueError(fact.body)
         self.heard.append((node, fact.body))
 
+    def remove(self, node: str) -> None:
+        """Keep the name."""
+        self.heard.append((node, "lost"))
+
     def judge(self, now: float) -> Judgment:
         """Return what the test has set."""
         del now
@@ -103,6 +107,13 @@ def test_judgment_fails_the_job_on_all_nodes(job: Scenario, monkeypatch: pytest.
     ends = [node.end for node in job.nodes.values()]
     assert [end.reason for end in ends if isinstance(end, EndJob)] == [reason] * 3
     assert [end.failures[0].node for end in ends if isinstance(end, EndJob)] == ["b"] * 3
+
+
+def test_judge_learns_that_a_node_is_lost(job: Scenario) -> None:
+    """Else it would compare with the facts of a dead one."""
+    send(job, "s", "spare")
+    job.play("kill s; run 8")
+    assert ("s", "lost") in Recorder.heard
 
 
 def test_scope_names_members_in_rank_order(job: Scenario) -> None:
