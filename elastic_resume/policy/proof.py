@@ -229,7 +229,7 @@ def describe(verdict: Verdict) -> str:
         more = (
             ""
             if verdict.within_epoch
-            else ". They began with an epoch: a resume within one is still unproved"
+            else ". That began with an epoch: a resume within one is still unproved"
         )
         return text + more
     named = "; ".join(f"{each.name}: {each.text}" for each in verdict.differences[:MAX_NAMED])

@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants
@@ -20,6 +22,7 @@ from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.state import state_dict
 from elastic_resume.state.built_settings import BuiltSettings
+from elastic_resume.training.worker_exit import is_own_module
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
@@ -84,9 +87,20 @@ def log_start(
     if world_change is not None:
         parts.append(world_change.describe())
     logger.info("; ".join(filter(None, parts)))
+    _warn_of_other_rendezvous()
     _log_new_process(result)
     # After the line: whoever has seen the event finds it.
     context.events.emit("resume", **resume_event_fields(result, position, world_size))
+
+
+def _warn_of_other_rendezvous() -> None:
+    """Warn if the variable asks torchrun for us and a flag of it does not: then it is PyTorch's."""
+    is_asked_for = os.environ.get("PET_RDZV_BACKEND") == "elastic_resume"
+    if is_asked_for and "TORCHELASTIC_RUN_ID" in os.environ and constants.ENV_AGENT_PID not in os.environ:
+        logger.warning(
+            "WARNING: PET_RDZV_BACKEND is elastic_resume, but this is PyTorch's torchrun: --standalone and "
+            "--rdzv-backend beat the variable. Leave them out, and a failure costs a second."
+        )
 
 
 def _log_new_process(result: ResumeResult) -> None:
@@ -140,7 +154,7 @@ def _format_place(position: Position) -> str:
 def log_enumerate_hint(context: RankContext, position: Position) -> None:
     """Log once for a job, after a resume within an epoch, that an index over the loader began at 0 there."""
     marker = context.node_dir / constants.ENUMERATE_HINT_FILE
-    if not position.step_in_epoch or context.collectives.rank or marker.exists():
+    if not position.step_in_epoch or context.collectives.rank or marker.exists() or not _has_enumerate():
         return
     with contextlib.suppress(OSError):
         marker.touch()
@@ -149,6 +163,18 @@ def log_enumerate_hint(context: RankContext, position: Position) -> None:
         "at 0 again there. If the loop uses the index, write run.enumerate(loader), in a loop over epochs = "
         "er.epochs(...) epochs.enumerate(loader). This is logged once."
     )
+
+
+def _has_enumerate() -> bool:
+    """Return whether a file of the script's own has the word; True without a file, as in a notebook."""
+    if not getattr(sys.modules["__main__"], "__file__", None):
+        return True
+    for name in filter(is_own_module, list(sys.modules)):
+        with contextlib.suppress(OSError):
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and "enumerate(" in Path(file).read_text(errors="replace"):
+                return True
+    return False
 
 
 def warn_of_unfinished_loop(place: str) -> None:

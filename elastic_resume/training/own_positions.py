@@ -7,7 +7,6 @@ number in it that has changed over a few steps.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from types import GeneratorType
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from elastic_resume.state.state_dict import type_name
 from elastic_resume.training.untracked import collect_held, iter_variables
-from elastic_resume.training.worker_exit import is_library_file
+from elastic_resume.training.worker_exit import is_library_file, is_own_module
 
 _LOADER = re.compile(r"load|data|batch|sampl|stream|token|shard", re.IGNORECASE)
 
@@ -77,6 +76,4 @@ def _is_own_loader(name: str, kind: type) -> bool:
     draws = any(hasattr(kind, method) for method in ("__iter__", "__next__", "next_batch", "get_batch"))
     if not (_LOADER.search(kind.__name__) or (draws and _LOADER.search(name))):  # batch_time is a meter
         return False
-    module = str(kind.__module__)
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return module.partition(".")[0] not in sys.stdlib_module_names and not is_library_file(file)
+    return is_own_module(str(kind.__module__))

@@ -219,6 +219,12 @@ def is_library_file(filename: str) -> bool:
     return "site-packages" in filename or "<frozen" in filename or filename.startswith(_PACKAGE_DIR + os.sep)
 
 
+def is_own_module(name: str) -> bool:
+    """Return whether a module is the script's own: neither Python's nor an installed package's."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return name.partition(".")[0] not in sys.stdlib_module_names and not is_library_file(file)
+
+
 def _truncate(text: str) -> str:
     removed = len(text) - MAX_HEAD_CHARS - MAX_TAIL_CHARS
     if removed <= 0:

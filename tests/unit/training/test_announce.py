@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from elastic_resume import constants
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.training import announce
@@ -38,3 +41,38 @@ def test_who_waits_for_a_verdict_is_told_that_there_is_none_now() -> None:
     result = cast("Any", SimpleNamespace(plan=plan, nodes=("n0", "n1"), duration_s=0.0))
     line = announce.format_start(result, Position(0, 18, 18, 144), world_size=2)
     assert "no step lost; n0 alone holds this step, so a later resume will be proved (--prove); 2" in line
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [("for i, x in enumerate(loader): pass", 1), ("for x in loader: pass", 0), (None, 1)],
+)
+def test_hint_about_the_index_needs_a_script_that_has_one(
+    code: str | None, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+) -> None:
+    """A notebook has no file to look at."""
+    script = ModuleType("__main__")
+    if code is not None:
+        (tmp_path / "train.py").write_text(code)
+        script.__file__ = str(tmp_path / "train.py")
+    monkeypatch.setattr(announce, "is_own_module", lambda name: name == "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    context = cast("Any", SimpleNamespace(node_dir=tmp_path, collectives=SimpleNamespace(rank=0)))
+    with caplog.at_level("INFO", "elastic_resume"):
+        for _ in range(2):
+            announce.log_enumerate_hint(context, Position(1, 3, 19, 152))
+    assert sum("enumerate(loader) starts at 0 again" in text for text in caplog.messages) == count
+
+
+@pytest.mark.parametrize("agent", [None, "17"])
+def test_torchrun_that_another_flag_has_taken_is_named(
+    agent: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """``--standalone`` beats the variable, and only PyTorch's restarts are left."""
+    monkeypatch.setenv("PET_RDZV_BACKEND", "elastic_resume")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.delenv(constants.ENV_AGENT_PID, raising=False)
+    if agent:
+        monkeypatch.setenv(constants.ENV_AGENT_PID, agent)
+    announce._warn_of_other_rendezvous()
+    assert ("--standalone and --rdzv-backend beat the variable" in caplog.text) == (agent is None)
