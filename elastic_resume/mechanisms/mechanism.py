@@ -121,8 +121,10 @@ class AlertKind(NamedTuple):
     kind: str
     describe: Callable[[Event], str]
     is_bad: bool = False
-    """A person should look; not after an event of the kind `ended_by` of the same rank."""
+    """A person should look; not after an event of the kind `ended_by` of the same rank and generation."""
     ended_by: str = ""
+    is_worst: bool = False
+    """A report names it before all others."""
 
 
 class StatusMember(NamedTuple):

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from elastic_resume.events import Event, get_boot_time
+from elastic_resume.mechanisms.registry import ALERTS
 from elastic_resume.report import alerts, checkpoints, event_log, goodput
 from elastic_resume.report.alerts import BAD, Alert, describe_recurrence
 from elastic_resume.report.checkpoints import CheckpointEntry
@@ -40,7 +41,10 @@ from elastic_resume.report.goodput import (
 
 MAX_HINTS = 6
 MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
-_WORST_ALERTS = ("replicas-differ", "hang", "commit-failed", "quarantine")
+_WORST_ALERTS = (
+    *(alert.kind for alert in ALERTS if alert.is_worst),
+    *("hang", "commit-failed", "quarantine"),
+)
 _MIN_REPEATED_FAILURES = 3  # failures of one node
 _LOW_GOODPUT, _LONG_RUN_S = 0.9, 600.0  # a run this long with less goodput gets a hint
 MAX_SILENCE_S = 60.0  # a running job records a step more often

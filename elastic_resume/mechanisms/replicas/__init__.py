@@ -26,5 +26,5 @@ REPLICAS = Mechanism(
     topic=DIGESTS,
     make_agent_part=lazily("replicas.digester", "SnapshotDigester"),
     is_reading_due=is_comparison_due,
-    alerts=(AlertKind("replicas-differ", _describe_difference, is_bad=True),),
+    alerts=(AlertKind("replicas-differ", _describe_difference, is_bad=True, is_worst=True),),
 )

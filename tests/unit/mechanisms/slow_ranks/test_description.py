@@ -31,8 +31,11 @@ def test_rank_that_is_as_fast_again_is_no_hint() -> None:
     job = Job().begun()
     job.add(111, "slow-rank", "n1", generation=1, step=11, rank=1, own_s=0.2, others_s=0.1)
     slow = summary.build_run_report(job.events)
+    job.add(112, "slow-rank-ended", "n1", generation=2, step=12, rank=1)  # of another slowness
+    still = summary.build_run_report(job.events)
     job.add(112, "slow-rank-ended", "n1", generation=1, step=12, rank=1)
     ended = summary.build_run_report(job.events)
     assert any("rank 1 is slow" in hint for hint in slow.verdict.hints)
+    assert any("rank 1 is slow" in hint for hint in still.verdict.hints)
     assert not any("rank 1 is slow" in hint for hint in ended.verdict.hints)
     assert [alert.severity for alert in ended.alerts] == ["note", "note"]
