@@ -32,7 +32,7 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
                                      act first), threshold_s, seconds (without a step),
                                      steps {rank: step}, report (a path)
     hang-ended            agent      generation, step; the stalled ranks continued before their kill
-    drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a mechanism's),
+    drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, or a mechanism's own text),
                                      others_continue
     verdict               agent      generation (that ended), next_generation (null: this node takes part in
                                      none), reason (why the leader ended the view, or null), joined [node],

@@ -257,15 +257,21 @@ class _Agent:
         )
         self.controller.parts = parts = make_agent_parts(context)
         try:
-            with torchelastic.open_rendezvous(
-                spec.rendezvous_config,
-                self.node_dir,
-                self.lease_page,
-                self.scheduler_context,
-                on_log=self.controller.on_rendezvous_event,
-                status_reporter=self._create_status_reporter(committer, parts),
-            ) as session:
+            with (
+                contextlib.ExitStack() as closing,
+                torchelastic.open_rendezvous(
+                    spec.rendezvous_config,
+                    self.node_dir,
+                    self.lease_page,
+                    self.scheduler_context,
+                    on_log=self.controller.on_rendezvous_event,
+                    status_reporter=self._create_status_reporter(committer, parts),
+                ) as session,
+            ):
                 client = session.client
+                for part in parts:
+                    closing.callback(part.close)  # after this node has left: the others wait for that
+                    part.start(client)
                 if fork_server is not None:
                     client.begin_preparation()
                     fork_server.call_when_ready(client.finish_preparation)

@@ -589,8 +589,6 @@ def run_workers(
     rendezvous_handler_registry.register(AGENT_BACKEND, create_handler)
     _filter_torchelastic_logs()
     try:
-        for part in controller.parts:
-            part.start(session.client)
         launch_agent(config, spec.entrypoint, spec.args)
     except SystemExit as end:
         if end.code:
@@ -606,9 +604,6 @@ def run_workers(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        with contextlib.ExitStack() as closing:
-            for part in controller.parts:
-                closing.callback(part.close)
     job_end = session.client.job_end
     if job_end is not None and not isinstance(job_end.reason, JobFinished):
         raise JobFailedError(describe(job_end.reason), reason=job_end.reason)

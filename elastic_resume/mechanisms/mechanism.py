@@ -78,8 +78,8 @@ class AgentContext(NamedTuple):
     """Start the launcher shim of a local rank before its generation is known, with the size of its state."""
     is_parked: Callable[[int], bool]
     """Return whether the worker of a local rank waits for its next generation."""
-    word: int | None = None
-    """With a step observer: the place of its word in `ProgressRecord.measurements`."""
+    measurement_index: int = -1
+    """With a step observer: where `ProgressRecord.measurements` has its number."""
 
 
 class AgentPart:
@@ -152,7 +152,7 @@ class Mechanism:
     topic: Topic | None = None
     """What its agents tell the leader, and how the leader judges it."""
     make_observer: Callable[[Callable[[int], None], Callable[[], int]], StepObserver] | None = None
-    """It gets a function that records a word for the agent, and one that counts the rank's collectives."""
+    """It gets a function that records a number for the agent, and one that counts the rank's collectives."""
     make_agent_part: Callable[[AgentContext], AgentPart] | None = None
     is_reading_due: Callable[[int, ReadingCosts], bool] | None = None
     """Whether the agent's part reads a snapshot of this step (`CheckpointCommitter.offer_snapshot`)."""

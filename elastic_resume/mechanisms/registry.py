@@ -40,9 +40,9 @@ _OBSERVER_MAKERS = tuple(mechanism.make_observer for mechanism in MECHANISMS if 
 def make_step_observers(
     record: Callable[[int, int], None], count_collectives: Callable[[], int]
 ) -> list[StepObserver]:
-    """Return the observers of one generation; ``record`` takes the place of a word and its value."""
+    """Return the observers of one generation; ``record`` takes a measurement's index and its number."""
     makers = enumerate(_OBSERVER_MAKERS)
-    return [make(functools.partial(record, word), count_collectives) for word, make in makers]
+    return [make(functools.partial(record, index), count_collectives) for index, make in makers]
 
 
 def make_agent_parts(context: AgentContext) -> dict[AgentPart, StatusMember | None]:
@@ -50,6 +50,7 @@ def make_agent_parts(context: AgentContext) -> dict[AgentPart, StatusMember | No
     parts = {}
     for mechanism in MECHANISMS:
         if mechanism.make_agent_part:
-            word = _OBSERVER_MAKERS.index(mechanism.make_observer) if mechanism.make_observer else None
-            parts[mechanism.make_agent_part(context._replace(word=word))] = mechanism.status
+            observer = mechanism.make_observer
+            index = _OBSERVER_MAKERS.index(observer) if observer else -1
+            parts[mechanism.make_agent_part(context._replace(measurement_index=index))] = mechanism.status
     return parts

@@ -154,10 +154,12 @@ def _format_place(position: Position) -> str:
 def log_enumerate_hint(context: RankContext, position: Position) -> None:
     """Log once for a job, after a resume within an epoch, that an index over the loader began at 0 there."""
     marker = context.node_dir / constants.ENUMERATE_HINT_FILE
-    if not position.step_in_epoch or context.collectives.rank or marker.exists() or not _has_enumerate():
+    if not position.step_in_epoch or context.collectives.rank or marker.exists():
         return
     with contextlib.suppress(OSError):
         marker.touch()
+    if not _has_enumerate():  # after it: the files of a large project are read once for a job
+        return
     logger.info(
         f"epoch {position.epoch} goes on after its step {position.step_in_epoch}: enumerate(loader) starts "
         "at 0 again there. If the loop uses the index, write run.enumerate(loader), in a loop over epochs = "

@@ -24,7 +24,7 @@ class SlowRankReporter(AgentPart):
     def __init__(self, context: AgentContext) -> None:
         self._node_dir = context.node_dir
         self._local_world_size = context.local_world_size
-        self._emit, self._word = context.emit, context.word or 0
+        self._emit, self._index = context.emit, context.measurement_index
         self._read_evidence = context.read_evidence
         self._generation = 0
         self._named: SlowRankStatus | None = None
@@ -36,7 +36,7 @@ class SlowRankReporter(AgentPart):
         running = {
             record.local_rank: record for record in records if record.worker.assigned_generation == generation
         }
-        times_us = {local_rank: record.measurements[self._word] for local_rank, record in running.items()}
+        times_us = {local_rank: record.measurements[self._index] for local_rank, record in running.items()}
         own_times = OwnTimes(tuple(times_us.get(i, 0) for i in range(self._local_world_size)))
         client.send_fact(OWN_TIMES.name, generation, encode_body(own_times))
         verdict, status = client.verdicts.get(OWN_TIMES.name), None

@@ -58,21 +58,23 @@ class StandbyWorkers(AgentPart):
 
     def update(self, client: RendezvousClient) -> None:
         """Send what the workers of this generation have needed, if they can keep their process."""
+        self._send_cost(client)
+
+    def _send_cost(self, client: RendezvousClient) -> StartCost | None:
+        """Return what they have needed, and send it if it is new."""
         cost = find_start_cost(self._read_evidence())
         if cost is not None and cost != self._sent_cost:
             self._sent_cost = cost
             client.send_fact(START_COST.name, 0, encode_body(cost))
+        return cost
 
     def before_join(self) -> None:
         """Start the workers that have no process, if that takes long.
 
         The kernel kills the launcher shims when the thread that started them ends.
         """
-        self.update(self._client)
         verdict = self._client.verdicts.get(START_COST.name)
-        cost = find_start_cost(self._read_evidence()) or (
-            decode_body(StartCost, verdict.body) if verdict else None
-        )
+        cost = self._send_cost(self._client) or (decode_body(StartCost, verdict.body) if verdict else None)
         kept = {rank for rank in self._ranks if self._starts(rank) or self._is_parked(rank)}
         missing = choose_standby_ranks(cost, kept, len(self._ranks), is_possible=self._is_possible)
         if not missing or cost is None or self._start_early is None:
