@@ -64,6 +64,7 @@ FAULTS_FILE = "faults.jsonl"  # injected faults and wiped nodes' events; beside 
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 RENDEZVOUS_STATE_FILE = "rendezvous.json"  # what this node knows of views
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
+OWNER_LEASE_FILE = "owner-lease"  # in place of the lock where locks exclude nobody
 LOCK_OWNER_FILE = "lock-owner.json"  # the lock's owner, for the message to a second process
 IDENTITY_FILE = "identity.json"  # a random id that distinguishes nodes of the same name
 ENUMERATE_HINT_FILE = "enumerate-hint"  # empty: the log has said what enumerate() does in a resumed epoch

@@ -17,7 +17,7 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elastic_resume import constants, failpoints
@@ -38,6 +38,8 @@ _ADVICE_BY_ERRNO: dict[int | None, str] = {
     errno.EMFILE: "too many open files in this process: raise ulimit -n",
     errno.ESTALE: "the network file system lost the directory: remount it",
 }
+rename_checks: dict[Path, Callable[[], None]] = {}
+"""By directory: called before each rename below it, to end a process that does not own it any more."""
 # Some network file systems cannot fsync a directory; their rename is as durable as they allow.
 _ERRNOS_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
@@ -126,6 +128,9 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename ``source`` to ``target`` atomically; an existing file is replaced."""
+        for directory, check in rename_checks.items():
+            if target.is_relative_to(directory):
+                check()
         with translate_os_errors("rename to", target):
             os.rename(source, target)  # noqa: PTH104  the crash test records this call
 

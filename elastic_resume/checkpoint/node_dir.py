@@ -1,6 +1,6 @@
 """Lock a node's directory ``CKPT_DIR/RUN_ID/NODE``, and read and write its small JSON files.
 
-- ``lock``: one process owns the directory at a time; a fork of the owner cannot release it.
+- ``lock``, ``owner-lease``: one process owns the directory at a time (`dir_lock`).
 - ``identity.json``: a random id, written once. Hosts with equal node names but different disks have different
   ids.
 - ``generation.json``: the greatest generation seen; it never decreases.
@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import logging
@@ -30,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants, machine
+from elastic_resume.checkpoint import dir_lock
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
+from elastic_resume.checkpoint.dir_lock import DirLock
 from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
 from elastic_resume.units import format_bytes
 
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 MOVED_ASIDE_FILE = "moved-aside.json"
 SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
 COMMITTED_FILE = "committed.json"
-LOCK_POLL_S = 0.05
 MASK = "***"
 # Matches --api-key, HF_TOKEN, db.password and apiKey, but not --tokenizer, --max-tokens or --keypoints.
 _SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
@@ -57,19 +57,19 @@ _LASTING_FILES = {
     constants.IDENTITY_FILE,
     constants.LOCK_FILE,
     constants.LOCK_OWNER_FILE,
+    constants.OWNER_LEASE_FILE,
     constants.RENDEZVOUS_STATE_FILE,
 }
-_lock_descriptors: dict[Path, int] = {}  # directories that this process owns -> locks
 
 
 class NodeDir:
     """A node's directory, opened by its owner (`claim`) or by a worker of the owner (`attach`)."""
 
-    def __init__(self, path: Path, disk: Disk = DISK, *, lock_key: Path | None = None) -> None:
+    def __init__(self, path: Path, disk: Disk = DISK, *, lock: DirLock | None = None) -> None:
         """Use `claim` or `attach`."""
         self.path = path
         self._disk = disk
-        self._lock_key = lock_key  # key of the owner in `_lock_descriptors`
+        self._lock = lock  # the owner's
 
     @staticmethod
     def claim(ckpt_dir: Path, run_id: str, node: str, timeout_s: float = 2.0, disk: Disk = DISK) -> NodeDir:
@@ -84,15 +84,16 @@ class NodeDir:
 
         """
         path = _node_path(ckpt_dir, run_id, node)
-        if path.resolve() in _lock_descriptors:
+        if dir_lock.is_owned(path):
             raise UsageError(
                 f"this process has already resumed job {run_id!r} under node name {node!r}; "
                 "call run.close() first."
             )
         disk.make_dirs(path)
-        if not _acquire_lock(path, timeout_s):
+        lock = dir_lock.acquire(path, timeout_s)
+        if lock is None:
             raise NodeLockedError(_node_taken_message(path, node))
-        node_dir = NodeDir(path, disk, lock_key=path.resolve())
+        node_dir = NodeDir(path, disk, lock=lock)
         try:
             disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
             if not node_dir.read_identity():
@@ -113,11 +114,9 @@ class NodeDir:
 
     def release(self) -> None:
         """Give up ownership; does nothing on a second call, in a fork, or after `attach`."""
-        lock_key, self._lock_key = self._lock_key, None
-        descriptor = _lock_descriptors.pop(lock_key, None) if lock_key is not None else None
-        if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork may still have the file open
-            os.close(descriptor)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     def __enter__(self) -> NodeDir:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
@@ -236,44 +235,6 @@ class NodeDir:
                 f"{format_bytes(free)}{volume} are free; "
                 "free space there, lower --keep, or choose another --ckpt-dir."
             )
-
-
-def _acquire_lock(directory: Path, timeout_s: float) -> bool:
-    """Lock ``directory`` for this process; return false if another one holds the lock for ``timeout_s`` more.
-
-    A fork shares the open file and with it the flock, so each fork closes its descriptor: otherwise a child
-    would hold the lock of a dead owner. filelock is not used: it resolves ``/proc/PID/fd/N/lock`` to a file
-    of the host, so simulated nodes with a disk each would share one lock.
-    """
-    path = directory / constants.LOCK_FILE
-    deadline = time.monotonic() + timeout_s
-    with translate_os_errors("lock", path), contextlib.ExitStack() as cleanup:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        cleanup.callback(os.close, descriptor)
-        while not _try_lock(descriptor):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(LOCK_POLL_S)
-        cleanup.pop_all()
-    _lock_descriptors[directory.resolve()] = descriptor
-    return True
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _close_locks_of_parent() -> None:
-    for descriptor in _lock_descriptors.values():
-        os.close(descriptor)
-    _lock_descriptors.clear()
-
-
-os.register_at_fork(after_in_child=_close_locks_of_parent)
 
 
 def _node_path(ckpt_dir: Path, run_id: str, node: str) -> Path:

@@ -9,8 +9,6 @@ for torch, and shows no secret. The exit code is 1 if such a start would fail. R
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import importlib.util
 import ipaddress
 import math
@@ -30,6 +28,7 @@ from typing import Any
 import psutil
 
 from elastic_resume import __version__, console, constants, gpus, linux, machine
+from elastic_resume.checkpoint import dir_lock
 from elastic_resume.checkpoint.atomic_io import DISK
 from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
 from elastic_resume.errors import ConfigError, MachineError
@@ -274,20 +273,17 @@ def _try_temporary_file() -> str:
         return f"in {Path(file.name).parent}"
 
 
-def find_directory_problem(directory: Path) -> str:
-    """Try locks and a durable file in a directory that exists; return what fails, or an empty text."""
+def check_directory(directory: Path) -> tuple[str, str]:
+    """Try locks and a durable file in a directory that exists; return what fails, and what replaces locks."""
     try:
         with tempfile.TemporaryDirectory(prefix=".elastic_resume-doctor-", dir=directory) as name:
             path = Path(name) / "file"
             DISK.write_atomic(path, b"x")
-            with open(path) as first, open(path) as second:
-                fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return "flock(2) grants a lock twice, so two jobs could write there: mount it with locks"
+            with open(path, "r+b") as file:
+                problem = dir_lock.find_problem(file.fileno(), path)
     except (OSError, MachineError) as error:
-        return f"a file cannot be locked or made durable there: {error}"
-    return ""
+        return f"a file cannot be locked or made durable there: {error}", ""
+    return "", f"; {problem}: a run keeps its directory by {constants.OWNER_LEASE_FILE}" if problem else ""
 
 
 def check_installation(workers: int = 1) -> list[Finding]:
@@ -379,10 +375,11 @@ def _check_disk(ckpt_dir: str | None, environ: Mapping[str, str]) -> Finding:
         return Finding("checkpoints", shown, source, f"{problem}: {source}")
     if not os.access(existing, os.W_OK):
         return Finding("checkpoints", shown, source, f"{existing} cannot be written to: {source}")
-    if problem := find_directory_problem(existing):
+    problem, no_locks = check_directory(existing)
+    if problem:
         return Finding("checkpoints", shown, source, f"{existing}: {problem}: {source}")
     volume = f", volume of {format_bytes(limit)}" if limit is not None else ""
-    value = f"{directory}: {format_bytes(free)} free"
+    value = f"{directory}: {format_bytes(free)} free{no_locks}"
     return Finding("checkpoints", value, f"{source}{volume}")
 
 

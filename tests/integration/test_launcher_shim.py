@@ -335,11 +335,10 @@ def test_upload_that_a_successful_worker_leaves_ends_within_the_grace(start: Any
     assert (tmp_path / "uploaded").read_text() == "done\n"
 
 
-@pytest.mark.usefixtures("lease_page")
 def test_what_stays_longer_is_stopped_and_named(
-    environ: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    lease_page: LeasePage, environ: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM comes first, and once. A drain, or the end of the agent, waits for nothing."""
+    """SIGTERM comes first, and once. A drain, or the end of the agent or its lease, waits for nothing."""
     left = tmp_path / "left"
     loop = 'while [ -z "$asked" ]; do sleep 0.05; done; sleep 0.3'  # its clean-up
     command = f'(trap "echo stopped >> {left}.term; asked=1" TERM; echo $$ > {left}; {loop}) & exit 0'
@@ -354,6 +353,12 @@ def test_what_stays_longer_is_stopped_and_named(
         wait_for_pid(left)
         process.terminate()
         assert process.wait(30) == 0
+    left.unlink()
+    with changed_shim("pass", environ | {constants.ENV_GRACE: "600"}, "/bin/sh", "-c", command) as process:
+        wait_for(lambda: "has ended well and left" in capfd.readouterr().err, "the grace to begin")
+        lease_page.set(-math.inf)
+        assert process.wait(30) == 0
+        assert not is_alive(wait_for_pid(left))
 
 
 def test_drained_worker_leaves_orphans_no_grace(start: Any, tmp_path: Path) -> None:

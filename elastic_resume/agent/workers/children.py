@@ -62,29 +62,41 @@ def kill_all(
     They have ``grace_s``, while the lease has ``remaining_s()``. If that is long, they are named, and get
     SIGTERM before SIGKILL. A message of the launcher shim at ``connection``, or its end, ends the wait.
     """
-    start, killed_at, named = time.monotonic(), float("inf"), False
-    asked = set()  # have got SIGTERM; a second one would cut their clean-up
+
+    def is_urgent() -> bool:
+        return at_once or remaining_s() <= 0 or _has_message(connection)
+
+    if _wait_for_end(min(grace_s, LEFTOVERS_GRACE_S), is_urgent):
+        return
+    if grace_s > LEFTOVERS_GRACE_S and not is_urgent():
+        write_names(list_all(), grace_s)
+        if _wait_for_end(grace_s - LEFTOVERS_GRACE_S, is_urgent):
+            return
+        if not is_urgent():
+            write_line(f"what it left did not end within {grace_s:g} s, and is stopped; it may be incomplete")
+            if _wait_for_end(LEFTOVERS_TERM_S, is_urgent, signal.SIGTERM):
+                return
+    _wait_for_end(KILL_TIMEOUT_S, lambda: False, signal.SIGKILL)
+
+
+def _wait_for_end(limit_s: float, is_urgent: "Callable[[], bool]", number: int = 0) -> bool:
+    """Wait for the end of all children; return false if one is left at the limit, or it is urgent.
+
+    Each gets the signal once: a second SIGTERM would cut its clean-up.
+    """
+    deadline, signalled = time.monotonic() + limit_s, set()
     while True:
         reap(0)
-        pids, now = list_all(), time.monotonic()
-        if not pids or now - killed_at > KILL_TIMEOUT_S:
-            return
-        at_once = at_once or remaining_s() <= 0 or _has_message(connection)
-        if now - start >= LEFTOVERS_GRACE_S < grace_s and not named and not at_once:
-            named = True
-            write_names(pids, grace_s)
-        if at_once or now - start >= grace_s:
-            if named and not at_once and killed_at > now:
-                write_line(
-                    f"what it left did not end within {grace_s:g} s, and is stopped; it may be incomplete"
-                )
-            at_once = at_once or not named or now - killed_at > LEFTOVERS_TERM_S
-            killed_at = min(killed_at, now)
-            for pid in pids:
-                if at_once or pid not in asked:
-                    send_signal(pid, signal.SIGKILL if at_once else signal.SIGTERM)
-            asked.update(pids)
-        time.sleep(0.05 if named else 0.002)
+        pids = list_all()
+        if not pids:
+            return True
+        if time.monotonic() >= deadline or is_urgent():
+            return False
+        if number:
+            for pid in set(pids) - signalled:
+                send_signal(pid, number)
+            signalled.update(pids)
+        time.sleep(0.05 if limit_s > KILL_TIMEOUT_S else 0.002)
 
 
 def _has_message(connection: "_socket.socket | None") -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.checkpoint import node_dir
+from elastic_resume.checkpoint import dir_lock, node_dir
 from elastic_resume.checkpoint.atomic_io import Disk, temporary_name
 from elastic_resume.checkpoint.catalog import scan_run
 from elastic_resume.checkpoint.node_dir import COMMITTED_FILE, MOVED_ASIDE_FILE, NodeDir
@@ -97,7 +97,7 @@ def test_owner_holds_one_descriptor(tmp_path: Path) -> None:
 def test_release_unlocks_though_another_process_has_the_file(tmp_path: Path) -> None:
     """A process that a library forks inherits it until its exec."""
     node = NodeDir.claim(tmp_path, RUN, "a")
-    descriptor = node_dir._lock_descriptors[node.path.resolve()]
+    descriptor = dir_lock._locks[node.path.resolve()]._descriptor
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[descriptor]):
         node.release()
         NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
