@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -37,4 +38,4 @@ def test_option_of_the_mount_is_found(line: str, minor: int, option: str) -> Non
 def test_local_disks_have_none() -> None:
     """Nor is one found in this machine's own mounts."""
     with open("/proc/self/mountinfo") as mounts:
-        assert find_local_lock_option(mounts, os.stat(__file__).st_dev) == ""
+        assert find_local_lock_option(mounts, Path(__file__).stat().st_dev) == ""
