@@ -163,7 +163,7 @@ def test_suspended_owner_that_was_replaced_ends_before_it_writes(owner: Owner, t
         errors = owner.communicate(timeout=60)[1]
         assert owner.returncode == constants.EXIT_MACHINE_ERROR
         assert (tmp_path / "job" / "a" / "file").read_text() == str(second.pid)
-    assert f"a is no longer this process's ({constants.OWNER_LEASE_FILE}: owner-changed)" in errors
+    assert f"a may belong to another process now ({constants.OWNER_LEASE_FILE}: owner-changed)" in errors
 
 
 def test_no_two_owners_whoever_is_killed(tmp_path: Path) -> None:
