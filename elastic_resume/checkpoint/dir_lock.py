@@ -193,8 +193,8 @@ def _read_mtime(path: Path) -> float | None:
 
 def _end_process(directory: Path, reason: str) -> None:
     logger.critical(
-        f"{directory} may belong to another process now ({constants.OWNER_LEASE_FILE}: {reason}), since this one "
-        f"was suspended or its file system blocked for {LEASE_S:.0f} s. This process ends."
+        f"{directory} may belong to another process now ({constants.OWNER_LEASE_FILE}: {reason}), since this "
+        f"one was suspended or its file system blocked for {LEASE_S:.0f} s. This process ends."
     )
     os._exit(constants.EXIT_MACHINE_ERROR)
 

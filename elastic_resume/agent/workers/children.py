@@ -84,7 +84,8 @@ def _wait_for_end(limit_s: float, is_urgent: "Callable[[], bool]", number: int =
 
     Each gets the signal once: a second SIGTERM would cut its clean-up.
     """
-    deadline, signalled = time.monotonic() + limit_s, set()
+    deadline = time.monotonic() + limit_s
+    signalled: set[int] = set()
     while True:
         reap(0)
         pids = list_all()
