@@ -198,6 +198,34 @@ def find_transition(state: str, event: str) -> "tuple[str, str]":
     return (KILLING, "") if event in KILLING_EVENTS else TRANSITIONS.get((state, event), (state, ""))
 
 
+def find_event(
+    state: str,
+    *,
+    is_over: bool,
+    has_lease: bool,
+    has_agent: bool,
+    is_parked: bool,
+    is_restartable: bool,
+    stop_requested: bool,
+    is_copying: bool,
+    is_late: bool,
+) -> str:
+    """Return the event that changes a state, other than messages; an empty text if nothing does."""
+    if state in {RUNNING, STOPPING} and is_over:
+        return "over, can park" if is_restartable and has_lease else "over"
+    if state in {PARKING, PARKED, WAITING, STANDBY} and not has_agent:
+        return "agent ended"
+    if state in {PARKING, STANDBY} and is_parked:
+        return "parked"
+    if state == PARKED and stop_requested:
+        return "signal"
+    if state == PARKING and not is_restartable:
+        return "cannot park"
+    if state == COPYING and not is_copying:
+        return "copied"
+    return "late" if is_late and find_transition(state, "late")[0] != state else ""
+
+
 class WorkerSupervisor:
     """Supervise one worker, in one generation or several, until it and all its leftovers have ended."""
 
@@ -305,23 +333,17 @@ class WorkerSupervisor:
         state, expires_at = self._state, self._lease.expires_at()
         if expires_at > -INFINITY:
             self._last_expiry = expires_at
-        event = ""
-        if state in {RUNNING, STOPPING} and self._is_over():
-            can_park = self._link.is_restartable and now < self._last_expiry
-            event = "over, can park" if can_park else "over"
-        elif state in {PARKING, PARKED, WAITING, STANDBY} and self._lease.has_agent_ended():
-            event = "agent ended"
-        elif state in {PARKING, STANDBY} and self._link.is_parked:
-            event = "parked"
-        elif state == PARKED and self._stop_requested:
-            event = "signal"
-        elif state == PARKING and not self._link.is_restartable:
-            event = "cannot park"
-        elif state == COPYING and not self._copy_monitor.is_copying():
-            event = "copied"
-        if not event and now >= self._deadline:
-            event = "late"
-        return event if find_transition(state, event)[0] != state else ""
+        return find_event(
+            state,
+            is_over=state in {RUNNING, STOPPING} and self._is_over(),
+            has_lease=now < self._last_expiry,
+            has_agent=not self._lease.has_agent_ended(),
+            is_parked=self._link.is_parked,
+            is_restartable=self._link.is_restartable,
+            stop_requested=self._stop_requested,
+            is_copying=state == COPYING and self._copy_monitor.is_copying(),
+            is_late=now >= self._deadline,
+        )
 
     def _is_over(self) -> bool:
         """Return whether the generation is over: its workers park or are killed, and get no SIGTERM."""

@@ -86,6 +86,51 @@ def test_worker_goes_through_these_states(events: list[str], states: list[str], 
     assert (seen, done) == (states, actions)
 
 
+QUIET = {  # of a worker that goes on
+    "is_over": False,
+    "has_lease": True,
+    "has_agent": True,
+    "is_parked": False,
+    "is_restartable": True,
+    "stop_requested": False,
+    "is_copying": True,
+    "is_late": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "events"),
+    [
+        ({}, {}),
+        ({"is_over": True}, {"running": "over, can park", "stopping": "over, can park"}),
+        ({"is_over": True, "has_lease": False}, {"running": "over", "stopping": "over"}),
+        (
+            {"is_over": True, "is_restartable": False},
+            {"running": "over", "stopping": "over", "parking": "cannot park"},
+        ),
+        (
+            {"has_agent": False, "is_parked": True, "is_late": True},
+            {
+                **dict.fromkeys(["parking", "parked", "waiting", "standby"], "agent ended"),
+                **dict.fromkeys(["stopping", "copying"], "late"),
+            },
+        ),
+        ({"is_parked": True}, {"parking": "parked", "standby": "parked"}),
+        ({"is_parked": True, "is_restartable": False}, {"parking": "parked", "standby": "parked"}),
+        ({"stop_requested": True}, {"parked": "signal"}),
+        ({"is_copying": False}, {"copying": "copied"}),
+        (
+            {"is_copying": False, "is_late": True},
+            {"copying": "copied", "stopping": "late", "parking": "late"},
+        ),
+    ],
+)
+def test_events_are_found_in_their_states_only(facts: dict[str, bool], events: dict[str, str]) -> None:
+    """What is not named has no event then."""
+    found = {state: supervisor.find_event(state, **QUIET | facts) for state in STATES}
+    assert {state: event for state, event in found.items() if event} == events
+
+
 @pytest.mark.parametrize("state", sorted(STATES))
 def test_no_state_outlives_agent_or_launcher_shim(state: str) -> None:
     """And nothing comes after the kill. A standby that is stopped has no step to save."""
