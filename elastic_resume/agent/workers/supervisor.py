@@ -354,7 +354,7 @@ class WorkerSupervisor:
         """Change the state, and do what belongs to the change."""
         former = self._state
         self._state, action = find_transition(former, event)
-        if self._state in {PARKING, COPYING, KILLING} and self._stopped_at is None:
+        if self._stopped_at is None:  # a generation that begins resets it
             self._stopped_at = time.time()
         if action == "terminate":
             children.send_signal(self._worker, signal.SIGTERM)
@@ -365,9 +365,10 @@ class WorkerSupervisor:
         elif action == "listen":
             self._deadline = INFINITY
             self._listener = worker_request.listen_parked(os.environ[ENV_LOCAL_RANK])
-        elif action == "release" and self._listener is None:
-            self._handle("refused", now)
-        elif action == "release" and self._listener is not None:
+        elif action == "release":
+            if self._listener is None:  # no launcher shim could find it
+                self._handle("refused", now)
+                return
             send(self._connection, b"parked %d\n" % self._worker)
             self._poll.unregister(self._connection)
             self._connection.close()
@@ -376,8 +377,7 @@ class WorkerSupervisor:
             self._deadline = min(self._deadline, now + COPY_TIMEOUT_S, self._last_expiry)
         elif self._state == KILLING != former:
             self._deadline = now + children.KILL_TIMEOUT_S
-            can_park = self._link.is_restartable and not self._link.is_parked
-            self._was_late_to_park = former == PARKING and can_park
+            self._was_late_to_park = former == PARKING
 
     def _poll_interval_s(self, now: float) -> float:
         """Return for how long to wait for messages before the next look at lease and deadline."""
@@ -457,8 +457,7 @@ class WorkerLink:
 
     def become_worker(self) -> None:
         """Keep the worker's end, also over exec, and name it in the environment."""
-        if self.socket is not None and self._worker_end is not None:
-            self.socket.close()
+        if self._worker_end is not None:
             descriptor = self._worker_end.detach()
             os.set_inheritable(descriptor, True)
             os.environ[ENV_SUPERVISOR_FD] = str(descriptor)
