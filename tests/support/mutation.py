@@ -96,6 +96,8 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
     ): "the worker would have to end between two system calls",
     (_SUPERVISOR, "not called: listener.close()"): "it is no longer polled, and closes with the process",
     (_SUPERVISOR, "not called: connection.close()"): "the process ends at once",
+    (_SUPERVISOR, "not called: os.close(descriptor)"): "it closes with the process, which opens few",
+    (_SUPERVISOR, 'operand: name[3] != "_"'): "the names of signals are sorted before SIG_IGN and the like",
     (_SUPERVISOR, "never: self._state == COPYING"): "the end of a copy is noticed later",
     (_SUPERVISOR, "never: self._state in {RUNNING, STOPPING}"): "the end of a lease is noticed later",
     (_CHILDREN, "never: _wait_for_end(min(grace_s, LEFTOVERS_GRACE_S), is_urgent)"): _NEXT_WAIT,
