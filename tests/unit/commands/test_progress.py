@@ -3,56 +3,55 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+from elastic_resume import console
+from elastic_resume.cli import main
 from tests.support import terminal
 from tests.support.paths import ROOT
 from tests.support.state_image import save_checkpoint
 
-COMMANDS = """
-import sys
-from elastic_resume import cli, console
-console.LONG_OPERATION_S = 0.0
-sys.exit(cli.main(sys.argv[1:]))
-"""
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint."""
+    return save_checkpoint(tmp_path, 3, model=nn.Linear(3, 2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
         (["verify", "--deep", "{path}"], ["reading {name}"]),
+        (["diff", "{path}", "{path}"], ["reading {name}"] * 2),
         (
             ["export", "{path}", "{path}/../model.safetensors"],
             ["reading {name}", "writing model.safetensors"],
         ),
     ],
-    ids=["verify", "export"],
+    ids=["verify", "diff", "export"],
 )
-def test_long_command_logs_bytes(words: list[str], lines: list[str], tmp_path: Path) -> None:
+def test_long_command_logs_bytes(
+    words: list[str],
+    lines: list[str],
+    saved: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A line a minute, and one at the end."""
-    path = save_checkpoint(tmp_path, 3, model=nn.Linear(3, 2))
-    words = [word.format(path=path) for word in words]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, *words], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    for line in lines:
-        text = re.escape(line.format(name=path.name))
-        assert re.search(rf"^{text}: ended, (.*B) of \1 in \d+\.\d s \(.*/s\)$", done.stderr, re.MULTILINE)
+    monkeypatch.setattr(console, "LONG_OPERATION_S", 0.0)
+    assert main([word.format(path=saved) for word in words]) == 0
+    ends = re.findall(r"(?m)^(.*): ended, (.*B) of \2 in \d+\.\d s \(.*/s\)$", capsys.readouterr().err)
+    assert [end[0] for end in ends] == [line.format(name=saved.name) for line in lines]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [["verify", "--deep", "{path}"], ["diff", "{path}", "{path}"]], ids=["verify", "diff"]
-)
-def test_long_command_shows_a_bar_on_a_terminal(words: list[str], tmp_path: Path) -> None:
+def test_long_command_shows_a_bar_on_a_terminal(saved: Path) -> None:
     """It is gone at the end."""
-    path = save_checkpoint(tmp_path, 3, model=nn.Linear(3, 2))
-    shown = terminal.run("-c", COMMANDS, *[word.format(path=path) for word in words], directory=ROOT)
-    assert re.search(rf"reading {re.escape(path.name)}:.*\d+%", shown)
+    code = "import sys; from elastic_resume import cli, console; console.LONG_OPERATION_S = 0.0; "
+    words = ["verify", "--deep", str(saved)]
+    shown = terminal.run("-c", f"{code} sys.exit(cli.main(sys.argv[1:]))", *words, directory=ROOT)
+    assert re.search(rf"reading {re.escape(saved.name)}:.*\d+%", shown)
     assert not any("%" in line for line in terminal.render(shown))
