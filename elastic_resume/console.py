@@ -200,7 +200,8 @@ class ByteProgress:
             self._tracked_bytes += piece.nbytes
 
     def _run(self) -> None:
-        if self._ended.wait(LONG_OPERATION_S):
+        self._ended.wait(LONG_OPERATION_S)
+        if time.monotonic() - self._started_at < LONG_OPERATION_S:
             return
         self._write(f"{self._what}: {self._describe()}")
         while not self._ended.wait(REPEAT_S):
