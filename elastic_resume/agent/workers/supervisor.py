@@ -60,9 +60,11 @@ else:
     import _signal as signal  # the module `signal` makes enums of the numbers, which would cost 7 ms
 
 if TYPE_CHECKING or __package__:
+    from elastic_resume import local_socket
     from elastic_resume.agent.workers import children, worker_request
 else:
     import children  # the launcher shim imports these without the package
+    import local_socket
     import worker_request
 
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"
@@ -475,7 +477,7 @@ class WorkerLink:
         environ = json.dumps(dict(os.environ)).encode()
         message = b"resume %d\n%b" % (len(environ), environ)
         try:
-            sent = self.socket.sendmsg([message], [worker_request.encode_streams()])
+            sent = self.socket.sendmsg([message], [local_socket.encode_descriptors(range(3))])
             while sent < len(message):
                 sent += self.socket.send(message[sent:])
         except OSError:

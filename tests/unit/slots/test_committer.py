@@ -25,6 +25,7 @@ from elastic_resume.checkpoint.reader import checkpoint_name, deep_check
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import MachineError
+from elastic_resume.local_socket import send_message
 from elastic_resume.slots import committer as committers
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
@@ -480,14 +481,14 @@ def test_slot_with_outdated_serial_is_missing(client: SnapshotClient) -> None:
 @pytest.mark.parametrize(
     "garbage",
     [
-        b"\n",
-        b"[]\n",
-        b"{}\n",
-        b'{"operation": "slot"}\n',
-        b'{"operation": "start_generation", "trusted_version": 1, "keep": 2}\n',
-        b'{"operation": "reserve", "bytes": 1e400}\n',
-        b"[" * 50_000 + b"\n",
-        b"x" * (MAX_MESSAGE_BYTES + 1) + b"\n",
+        b"",
+        b"[]",
+        b"{}",
+        b'{"operation": "slot"}',
+        b'{"operation": "start_generation", "trusted_version": 1, "keep": 2}',
+        b'{"operation": "reserve", "bytes": 1e400}',
+        b"[" * 50_000,
+        b"x" * (MAX_MESSAGE_BYTES + 1),
         b'{"operation": "commit"',
     ],
 )
@@ -498,8 +499,9 @@ def test_invalid_request_closes_only_its_connection(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + server.socket_name)
         connection.settimeout(60)
-        connection.sendall(garbage)
-        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(BrokenPipeError):
+            send_message(connection, garbage)
+            connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):  # it had sent more than was read
             assert connection.recv(100) == b""
     assert client.call("reserve", bytes=100)[0] == {"slots": 3}
@@ -634,7 +636,7 @@ def test_server_recovers_from_lack_of_descriptors(
     with pytest.raises(OSError, match="timed out"), socket.socket(socket.AF_UNIX) as late:
         late.connect("\0" + name)
         late.settimeout(0.5)
-        late.sendall(b'{"operation": "reserve", "bytes": 1}\n')
+        send_message(late, b'{"operation": "reserve", "bytes": 1}')
         late.recv(100)
     for connection in crowd:
         connection.close()
