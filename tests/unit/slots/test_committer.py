@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from elastic_resume.background import OfferQueue
 from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check
@@ -145,6 +146,31 @@ def test_progress_is_shown_only_to_caller_that_waits(
     wait_until(lambda: fixture.kinds() == ["commit"])
     fixture.committer.commit(write_snapshot(fixture.slot(1), 2))
     assert shown == ["writing the checkpoint of step 2"]
+
+
+def test_slow_reader_of_checkpoints_delays_neither_commits_nor_ends(fixture: CommitterFixture) -> None:
+    """It may write to a remote archive. Here it takes the first checkpoint, and does not come to an end."""
+    taken: list[str] = []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def archive(path: Path) -> None:
+        taken.append(path.name)
+        has_begun.set()
+        may_end.wait(60)
+
+    archives = OfferQueue("archive", archive)
+    archives.start()
+    fixture.committer.checkpoint_readers.append(archives.put)
+    fixture.committer.commit(write_snapshot(fixture.slot(0), 1))
+    assert has_begun.wait(60)
+    for step in (2, 3):
+        assert fixture.committer.commit(write_snapshot(fixture.slot(step - 1), step)) is not None
+    archives.close(timeout_s=0.01)
+    fixture.committer.close()
+    assert not may_end.is_set()
+    may_end.set()
+    archives.close()
+    assert taken == [checkpoint_name(1, 1)]
 
 
 def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixture) -> None:
