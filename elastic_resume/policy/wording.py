@@ -31,10 +31,6 @@ MAX_NAMED = 4
 MAX_CANDIDATES_NAMED = 5
 MAX_CHARS = 2000
 MAX_NAME_CHARS = 200
-MIXED_HARDWARE_HINT = (
-    "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, "
-    "and one node's values count at each resume."
-)
 
 # docs.nvidia.com/deploy/xid-errors: those that a cluster meets most.
 _XIDS = {
@@ -137,8 +133,8 @@ def _describe(fact: Any) -> str:
             )
         case restart.GaveUp(node, reason):
             return f"node {node} gave up: {_describe_decision(reason)}"
-        case restart.ReplicasDiffer(verdict):
-            return _describe_divergence(verdict)
+        case restart.JudgedFailure(text=text):
+            return text
         case restart.GiveUp(reason) | restart.Exclude(_, reason):
             return _describe_decision(reason)
     return _describe_wait(fact)
@@ -478,36 +474,3 @@ def _list_waiting_ranks(ranks: Sequence[int]) -> str:
     ]
     listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
     return f"rank {listed} waits" if len(ranks) == 1 else f"ranks {listed} wait"
-
-
-# ---- replicas ------------------------------------------------------------------------------------------
-
-
-def _describe_divergence(verdict: restart.DivergenceVerdict) -> str:
-    """Describe which nodes differ, and what to do."""
-    agreed = verdict.agreed_step
-    since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
-    if verdict.diverged:
-        verb = "is" if len(verdict.diverged) == 1 else "are"
-        majority = _join_node_names(next(iter(verdict.groups), ()))
-        who = f"{_join_node_names(verdict.diverged)} {verb} not as {majority}, the majority"
-        then = (
-            f"Look at what that machine computes (memory, device), or at what the script does only there "
-            f"({since}). Start again without it."
-        )
-    else:
-        who = " against ".join(_join_node_names(group) for group in verdict.groups[:MAX_NAMED])
-        then = (
-            f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
-            "random numbers, samples, a broken device. To continue from an older checkpoint, move the newer "
-            "ones elsewhere."
-        )
-    diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."
-    return f"replicas differ at step {verdict.step}: {who}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"
-
-
-def _join_node_names(names: Sequence[str]) -> str:
-    shown = [to_printable(name, MAX_NAME_CHARS) for name in names[:MAX_NAMED]]
-    shown += [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
-    listed = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-    return ("node " if len(names) == 1 else "nodes ") + listed

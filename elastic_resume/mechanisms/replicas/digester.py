@@ -15,10 +15,12 @@ import xxhash
 from elastic_resume.background import OfferQueue
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.errors import CheckpointError
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, encode_body
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, decode_body, encode_body
+from elastic_resume.mechanisms.replicas.description import DivergenceVerdict
 from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
-from elastic_resume.policy.restart import ReplicasDiffer
+from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.rendezvous.client import RendezvousClient
+from elastic_resume.rendezvous.facts import FactBody
 from elastic_resume.slots.committer import POLL_S
 from elastic_resume.slots.slot_memory import Slot, decode_snapshot_id
 
@@ -71,8 +73,8 @@ class SnapshotDigester(AgentPart):
         """Stop the thread, and emit an event if the job has ended because replicas differ."""
         self._offers.close()
         end = self._client.job_end
-        if end and isinstance(end.reason, ReplicasDiffer):
-            verdict = end.reason.verdict
+        if end and isinstance(end.reason, JudgedFailure) and end.reason.topic == DIGESTS.name:
+            verdict = decode_body(DivergenceVerdict, FactBody(end.reason.body))
             self._emit(
                 "replicas-differ",
                 generation=end.reason.generation,

@@ -11,12 +11,13 @@ from unittest.mock import Mock
 import pytest
 
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
-from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.mechanisms.replicas import digester
+from elastic_resume.mechanisms.replicas.description import DivergenceVerdict
 from elastic_resume.mechanisms.replicas.digester import SnapshotDigester, digest_image
 from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
 from elastic_resume.policy.reasons import JobFinished
-from elastic_resume.policy.restart import DivergenceVerdict, ReplicasDiffer
+from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.slots.slot_memory import encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
 from tests.support.agent_parts import make_agent_context
@@ -131,7 +132,7 @@ def test_end_for_unlike_replicas_is_an_event() -> None:
     """Each agent writes it, from the reason of the job's end."""
     client, emit = Mock(), Mock()
     verdict = DivergenceVerdict(8, 4, (("a", "b"), ("c",)), ("c",))
-    client.job_end.reason = ReplicasDiffer(verdict, 2)
+    client.job_end.reason = JudgedFailure(DIGESTS.name, 2, encode_body(verdict), "they differ")
     with digest_snapshots(client, emit):
         pass
     emit.assert_called_once_with(
