@@ -22,8 +22,8 @@ from elastic_resume.policy.failure_classification import (
 )
 from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.gpu_faults import GpuError, GpuFault
-from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import MAX_NODES_NAMED, Departure, Loss, NodeLost, ViewEnd
+from elastic_resume.policy.stalls import Activity, Stall
 from elastic_resume.units import format_bytes, to_printable
 
 MAX_NAMED = 4
@@ -422,7 +422,7 @@ def describe_stall(stall: Stall) -> str:
             return f"{wait}, others elsewhere"
         case Activity.SKIPPED_COLLECTIVE:
             named = stall.others_collective and describe_collective(stall.others_collective, stall.collective)
-            others = f"{_list_waiting_ranks(stall.others)} in {named or 'another collective'}"
+            others = f"{list_waiting_ranks(stall.others)} in {named or 'another collective'}"
             return f"{wait}, and {others}: it left out a collective, or called one too many"
         case Activity.OTHER_NODE:
             return "timed out waiting for other ranks"
@@ -441,33 +441,13 @@ def describe_collective(collective: Collective | None, other: Collective | None 
 def _describe_missing(stall: Stall) -> str:
     """Name the collective that others wait in and this rank has not started, else its last one."""
     if stall.others_collective is not None:
-        waiting = _list_waiting_ranks(stall.others)
+        waiting = list_waiting_ranks(stall.others)
         return f"; it has not started {describe_collective(stall.others_collective)}, in which {waiting}"
     return f"; its last collective is {describe_collective(stall.collective)}" if stall.collective else ""
 
 
-def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
-    """Describe the suspects of a hang with their reasons, then the victims that no reason names."""
-    victims = _list_waiting_ranks([victim.rank for victim in diagnosis.victims])
-    if diagnosis.suspects:
-        text = "; ".join(map(describe_finding, diagnosis.suspects))
-        named = {rank for suspect in diagnosis.suspects for rank in suspect.stall.others}
-        is_named = named.issuperset(victim.rank for victim in diagnosis.victims)
-        return text if is_named else f"{text}. {victims} for it"
-    if not diagnosis.victims:
-        return "no rank can be named"
-    first = describe_stall(diagnosis.victims[0].stall)
-    if diagnosis.waits_for_other_node:
-        return f"{victims} for a rank of another node: {first}"
-    return f"all ranks have entered the same collective ({first}): look at the network between them"
-
-
-def describe_finding(finding: RankFinding) -> str:
-    """Name a rank and say why it stands still."""
-    return f"rank {finding.rank} {describe_stall(finding.stall)}"
-
-
-def _list_waiting_ranks(ranks: Sequence[int]) -> str:
+def list_waiting_ranks(ranks: Sequence[int]) -> str:
+    """Return a clause such as "ranks 0-3, 5 wait"."""
     runs = [
         [rank for _, rank in run]
         for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])

@@ -18,9 +18,9 @@ from pathlib import PurePath
 from elastic_resume.mechanisms.mechanism import AlertKind
 from elastic_resume.mechanisms.registry import ALERTS
 from elastic_resume.policy import wording
-from elastic_resume.policy.hangs import Stall
 from elastic_resume.policy.proof import NOT_PROVED
 from elastic_resume.policy.reasons import from_json
+from elastic_resume.policy.stalls import Stall
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds
 from elastic_resume.report.generations import GenerationRow

@@ -10,6 +10,8 @@ from typing import Any, get_args
 
 import pytest
 
+from elastic_resume.mechanisms.hangs.description import describe_diagnosis
+from elastic_resume.mechanisms.hangs.judge import HangDiagnosis, RankFinding
 from elastic_resume.policy import reasons, restart, wording
 from elastic_resume.policy.failure_classification import (
     EXCEPTION,
@@ -28,7 +30,6 @@ from elastic_resume.policy.failure_classification import (
 )
 from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.gpu_faults import GpuFault
-from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import (
     AbsentCandidates,
     Departure,
@@ -49,9 +50,9 @@ from elastic_resume.policy.reasons import (
     name_nodes,
     to_json,
 )
+from elastic_resume.policy.stalls import Activity, Stall
 from elastic_resume.policy.wording import (
     describe,
-    describe_diagnosis,
     describe_event,
     describe_failure,
     explain_verdict,
