@@ -134,10 +134,9 @@ def restore(
 
     (flat, disk_error), gathered = context.run_and_gather(flatten_and_list)
     inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]
-    mode = context.settings.resume
     failpoints.hit("resume.planned")
     while True:
-        plan = proof.plan_resume(inventories, mode, context.collectives.size)
+        plan = proof.plan_resume(inventories, context.settings.resume, context.collectives.size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)
@@ -166,9 +165,8 @@ def restore(
         logger.warning(
             f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
         )
-    nodes = tuple(context.local_leader_by_node)
+    manifest, nodes = loaded.manifest if loaded is not None else None, tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
-    manifest = loaded.manifest if loaded is not None else None
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)
 
 

@@ -294,7 +294,7 @@ def main(set_up: Callable[..., Callable[[], None]] | None = None) -> None:
 
 def _die_with_parent(parent: int) -> bool:
     """Ask the kernel to kill this process with its parent; return whether the parent still lives."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    die_with_parent()
     return os.getppid() == parent
 
 
