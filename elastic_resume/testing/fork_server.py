@@ -21,7 +21,6 @@ import importlib
 import json
 import os
 import queue
-import select
 import signal
 import socket
 import subprocess
@@ -38,7 +37,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 
 import psutil
 
-from elastic_resume import constants, failpoints, linux
+from elastic_resume import constants, failpoints
 from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main, worker_request
 from elastic_resume.agent.workers.forkserver_manager import ForkedProcess, has_ended
 from elastic_resume.errors import MachineError
@@ -118,16 +117,9 @@ def kill(process: psutil.Process) -> None:
 
 def wait_for_exit(process: psutil.Process) -> None:
     """Wait until all threads of a killed process have ended; init may reap it seconds later."""
-    with contextlib.suppress(psutil.NoSuchProcess, OSError):
-        if not process.is_running():
-            return
-        descriptor = linux.pidfd_open(process.pid)
-        try:
-            waiting = select.poll()  # select() refuses descriptors above 1023
-            waiting.register(descriptor, select.POLLIN)
-            waiting.poll(KILL_TIMEOUT_S * 1000)
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.is_running():
+            has_ended(process.pid, KILL_TIMEOUT_S)
 
 
 SERVER_PROGRAM = Path(__file__)
