@@ -542,8 +542,7 @@ class Run:
     @uninterrupted
     def _enter_generation(self) -> None:
         """Join the ranks of this generation, restore the state, and begin."""
-        was_called, may_be_changed = self._script_state is not None, self._has_restored
-        self._has_restored = True
+        was_called = self._script_state is not None
         if self._script_state is not None:
             self._script_state.reset()
         self._collectives, self._connections = None, GroupConnections()
@@ -554,6 +553,7 @@ class Run:
         self._collectives = Collectives.join(gpus, self._connections)
         hsdp.reconnect(self._fsdp_modules)
         context = open_context(self._collectives, self._arguments, base_hook)
+        may_be_changed, self._has_restored = self._has_restored, True
         self._generation = self._open = Generation(
             context,
             self._arguments,
