@@ -273,14 +273,6 @@ OPTIONS = (
         details="use the same on all nodes",
     ),
     Option(
-        "hang-timeout",
-        "TIME",
-        "restart if a rank finishes no step for TIME; 0: off",
-        parse_duration,
-        has_flag=True,
-        default_help="30s, or ten times the longest step if that is more",
-    ),
-    Option(
         "grace",
         "TIME",
         "time for a worker to end before SIGKILL, in a drain",

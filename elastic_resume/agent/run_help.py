@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic_resume import config
+from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
 from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
 from elastic_resume.report.formatting import write_stdout
 
@@ -43,7 +44,7 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
     "checkpoints": ("ckpt-dir", "save-every", "snapshot-every", "keep", "resume"),
     "recovery": (
         ("--max-restarts N", "end the job after N restarts (default: no limit)"),
-        "hang-timeout",
+        *(option.name for option in MECHANISM_OPTIONS if option.has_flag),
         "grace",
         "prove",
     ),

@@ -31,7 +31,7 @@ from elastic_resume.report.formatting import (
     truncate,
     wrap_text,
 )
-from elastic_resume.report.generations import Generation, JobWait, RunHistory, build_history
+from elastic_resume.report.generations import GenerationRow, JobWait, RunHistory, build_history
 from elastic_resume.report.goodput import (
     GenerationTimes,
     Goodput,
@@ -398,7 +398,7 @@ def _limit_notes(notes: Sequence[str], limit: int) -> list[str]:
     return [*lines, *([f"and {num_hidden} more: see --html or --json"] if num_hidden > 0 else [])]
 
 
-def _generation_row(generation: Generation) -> tuple[str, ...]:
+def _generation_row(generation: GenerationRow) -> tuple[str, ...]:
     return (
         str(generation.number),
         fold_node_names(generation.nodes),
@@ -410,7 +410,7 @@ def _generation_row(generation: Generation) -> tuple[str, ...]:
     )
 
 
-def format_step_range(generation: Generation) -> str:
+def format_step_range(generation: GenerationRow) -> str:
     """Format the steps that a generation ran."""
     if generation.first_step is not None and generation.last_step is not None:
         return f"{generation.first_step}-{generation.last_step}"
@@ -419,7 +419,7 @@ def format_step_range(generation: Generation) -> str:
     return f"?-{generation.last_step}"
 
 
-def describe_details(generation: Generation) -> list[str]:
+def describe_details(generation: GenerationRow) -> list[str]:
     """Describe other failures at its end, the nodes that received its state, and rejected states."""
     others, details = generation.end.other_failures, []
     if others:

@@ -30,9 +30,9 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.built_settings import BuiltSettings
 from elastic_resume.state.parameters import FrozenParameters
 from elastic_resume.training import rank_claim, untracked, worker_exit
+from elastic_resume.training.generation import RunArguments
 from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.run import Run
-from elastic_resume.training.run_parts import RunArguments
 from elastic_resume.training.supervisor_link import open_link
 
 logger = logging.getLogger(__name__)

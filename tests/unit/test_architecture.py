@@ -17,7 +17,7 @@ PACKAGE = ROOT / "elastic_resume"
 
 # Imports go from a later layer to an earlier one, or stay within a package.
 LAYERS = """
-    constants errors bytecode linux
+    constants errors bytecode linux local_socket shared_page
     units option events background
     console machine gpus
     failpoints

@@ -55,14 +55,17 @@ import time
 TYPE_CHECKING = False  # importing typing would cost a third of the start
 if TYPE_CHECKING:
     import signal
-    from typing import NoReturn
+    from typing import Any, NoReturn
 else:
     import _signal as signal  # the module `signal` makes enums of the numbers, which would cost 7 ms
 
 if TYPE_CHECKING or __package__:
+    from elastic_resume import local_socket, shared_page
     from elastic_resume.agent.workers import children, worker_request
 else:
     import children  # the launcher shim imports these without the package
+    import local_socket
+    import shared_page
     import worker_request
 
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"
@@ -496,7 +499,7 @@ class WorkerLink:
         environ = json.dumps(dict(os.environ)).encode()
         message = b"resume %d\n%b" % (len(environ), environ)
         try:
-            sent = self.socket.sendmsg([message], [worker_request.encode_streams()])
+            sent = self.socket.sendmsg([message], [local_socket.encode_descriptors(range(3))])
             while sent < len(message):
                 sent += self.socket.send(message[sent:])
         except OSError:
@@ -552,9 +555,7 @@ def now_s() -> float:
 class LeaseView:
     """The lease page of the agent as a supervisor sees it; see `lease_page.py` for its words."""
 
-    def __init__(
-        self, words: "memoryview[float] | None", path: str = "", page: "os.stat_result | None" = None
-    ) -> None:
+    def __init__(self, words: "Any | None", path: str = "", page: "os.stat_result | None" = None) -> None:
         """Read and write ``words`` of the file ``page``, which has this path while the agent lives.
 
         None stands for a lease without end, where there is no agent.
@@ -604,7 +605,8 @@ def open_lease(connection: "_socket.socket") -> LeaseView:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         # read(2) would not do: the kernel may copy byte by byte and mix bytes of two values.
-        page, file = mmap.mmap(descriptor, mmap.PAGESIZE), os.fstat(descriptor)
+        page = shared_page.SharedPage(descriptor, mmap.PAGESIZE, shared_page.SECONDS)
+        file = os.fstat(descriptor)
         os.close(descriptor)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -614,7 +616,7 @@ def open_lease(connection: "_socket.socket") -> LeaseView:
             "the agent has ended, or /proc hides it: run workers as the agent's user, in its PID namespace, "
             "with /proc mounted.",
         )
-    return LeaseView(memoryview(page).cast("d"), path, file)
+    return LeaseView(page.words, path, file)
 
 
 class SnapshotCopyMonitor:
@@ -623,20 +625,22 @@ class SnapshotCopyMonitor:
     def __init__(self) -> None:
         """Map the control block of the agent's slots, where there is one."""
         path, rank = os.environ.pop(ENV_SLOTS, None), parse_int_or_none(os.environ.get(ENV_LOCAL_RANK))
-        self._copy_word: memoryview[int] | None = None
+        self._words: Any = None
+        self._copy_word = COPYING_START + (rank or 0)
         if path is None or rank is None or not 0 <= rank < MAX_LOCAL_RANKS:
             return
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            page = mmap.mmap(descriptor, (COPYING_START + MAX_LOCAL_RANKS) * 8, prot=mmap.PROT_READ)
+            size = (COPYING_START + MAX_LOCAL_RANKS) * 8
+            page = shared_page.SharedPage(descriptor, size, shared_page.COUNTS, is_writable=False)
             os.close(descriptor)
         except (OSError, ValueError):
             return
-        self._copy_word = memoryview(page).cast("Q")[COPYING_START + rank : COPYING_START + rank + 1]
+        self._words = page.words
 
     def is_copying(self) -> bool:
         """Return whether the worker copies now."""
-        return self._copy_word is not None and 0 < self._copy_word[0] < AWAITING_SLOT
+        return self._words is not None and 0 < self._words[self._copy_word] < AWAITING_SLOT
 
 
 # ---- events --------------------------------------------------------------------------------------------
