@@ -673,7 +673,20 @@ def check_keys(file: ConfigFile, actions: Mapping[str, argparse.Action]) -> dict
         elif known[name].nargs == 0:
             parse_switch(entry.source, entry.text)
         entries[name.replace("-", "_")] = entry
+    _check_variables(file.env)
     return entries
+
+
+def _check_variables(env: Mapping[str, Entry]) -> None:
+    """Refuse variables of the workers that are settings, or that an agent sets."""
+    keys = {option.variable: option.name for option in OPTIONS if option.help}
+    keys[constants.ENV_RUN_ID] = "rdzv-id"
+    for name, entry in env.items():
+        key = keys.get(name) or (name[4:].lower().replace("_", "-") if name.startswith("PET_") else "")
+        if key:
+            raise ConfigError(f"{entry.source}: write {key}: at the top of the file instead.")
+        if name in {*_AGENT_VARIABLES, constants.ENV_CONFIG}:
+            raise ConfigError(f"{entry.source} is no setting: an agent sets it. Remove it.")
 
 
 def parse_given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, Any], bool]:
@@ -735,11 +748,10 @@ def parse_flags(
     values = {option.field: flags[option.field] for option in FLAG_OPTIONS if option.field in flags}
     if "rdzv_id" in flags:
         values["run_id"], sources["run_id"] = args.rdzv_id, sources["rdzv_id"]
-    elif "rdzv_id" in entries:
-        entries["run_id"] = entries["rdzv_id"]
+    of_file = {**entries, **({"run_id": entries["rdzv_id"]} if "rdzv_id" in entries else {})}
     args.origins = {}
     for option in OPTIONS:
-        found = find_value(option, values, sources, environ, entries)
+        found = find_value(option, values, sources, environ, of_file)
         args.origins[option.field] = (found.value, found.origin)
         setattr(args, option.field, None if found.value is None else option.parse(found.source, found.value))
     args.sources = {**{dest: entry.source for dest, entry in entries.items()}, **sources}

@@ -120,7 +120,7 @@ def parse(path: str, data: bytes, environ: Mapping[str, str]) -> ConfigFile:
     root = _compose(path, data)
     if root is None:
         return ConfigFile(path)
-    reader = _Reader(path, environ)
+    reader = _NodeReader(path, environ)
     settings: dict[str, Entry] = {}
     variables: dict[str, Entry] = {}
     script_args: tuple[Entry, ...] = ()
@@ -169,7 +169,7 @@ def _shape_of(node: yaml.Node) -> str:
     return shape
 
 
-class _Reader:
+class _NodeReader:
     """Reads nodes of one file into entries."""
 
     def __init__(self, path: str, environ: Mapping[str, str]) -> None:

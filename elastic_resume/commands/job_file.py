@@ -255,7 +255,9 @@ def _forms_of_action(name: str, action: argparse.Action) -> list[dict[str, Any]]
         forms.append({"type": "array", "items": _NAME, "minItems": 1})
     if name == "rdzv-conf":
         conf = {key: {**_SCALAR, "description": text} for key, text in CONF_KEYS.items()}
-        forms.append({"type": "object", "properties": conf, "minProperties": 1})
+        forms.append(
+            {"type": "object", "properties": conf, "additionalProperties": False, "minProperties": 1}
+        )
     return forms
 
 
@@ -267,7 +269,10 @@ def _forms_of_option(option: Option) -> list[dict[str, Any]]:
         return [{"enum": list(keywords["choices"])}]
     if option.metavar.endswith(",..."):
         return [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]
-    return [form for word in option.metavar.split("|") for form in _forms_of_word(word, option, keywords)]
+    words = option.metavar.split("|")
+    if getattr(option.parse, "func", option.parse) is config.parse_interval:
+        words += ["auto", *(["off"] if keywords.get("allow_off") else [])]
+    return [form for word in dict.fromkeys(words) for form in _forms_of_word(word, option, keywords)]
 
 
 def _forms_of_word(word: str, option: Option, keywords: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
