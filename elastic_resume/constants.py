@@ -56,6 +56,7 @@ ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the ag
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) signals that drain a node, with commas
 ENV_GRACE = "ELASTIC_RESUME_GRACE"  # (user) TIME between SIGTERM and SIGKILL; in seconds for supervisors
 ENV_TERMINATION_GRACE_S = "ELASTIC_RESUME_TERMINATION_GRACE_S"  # (user) a pod's terminationGracePeriodSeconds
+ENV_EXCLUDED_DIR = "ELASTIC_RESUME_EXCLUDED_DIR"  # of train.sbatch: a node that is excluded leaves a file
 ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size limit of ENV_CKPT_DIR's volume: 4Gi
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ ----------------------------------------------------------

@@ -46,6 +46,7 @@ from elastic_resume.policy.wording import describe, describe_memory
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import fetch_status
+from elastic_resume.schedulers import slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.units import format_count
@@ -295,6 +296,8 @@ class _Agent:
             text = self.shutdown_controller.describe()
             return _Outcome("signalled", exit_code, text, Signalled(stop.signal.name, stop.cause))
         except NodeExcludedError as error:
+            if directory := os.environ.get(constants.ENV_EXCLUDED_DIR):
+                slurm.record_excluded_node(directory, os.environ.get("SLURMD_NODENAME", ""))
             return _Outcome("left", constants.EXIT_REQUEUE, str(error), error.reason)
         except ConfigError as error:  # only the rendezvous can check some flags
             return _Outcome("failed", constants.EXIT_USAGE, str(error), _find_reason(error))
