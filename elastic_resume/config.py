@@ -706,10 +706,8 @@ def parse_given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[d
     try:
         return parse(argv), True
     except ConfigError:
-        try:
+        with contextlib.suppress(ConfigError):
             return parse([*argv, config_file.SCRIPT]), False
-        except ConfigError:
-            pass
         raise
 
 
@@ -725,8 +723,8 @@ def parse_flags(
     ``args.file`` is the `ConfigFile`.
     """
     flags, has_script = parse_given(parser, argv)
-    path = flags.get("config") or environ.get(constants.ENV_CONFIG)
-    file = config_file.read_file(path, environ) if path else ConfigFile()
+    path = flags["config"] if "config" in flags else environ.get(constants.ENV_CONFIG) or None
+    file = ConfigFile() if path is None else config_file.read_file(path, environ)
     entries = check_keys(file, actions_by_flag(parser))
     sources = {dest: f"--{dest.replace('_', '-')}" for dest in flags}
     words = _list_torchrun_words(parser, entries)
@@ -737,7 +735,7 @@ def parse_flags(
     if not has_script and file.script is not None:
         argv = [*argv, file.script.text, *(entry.text for entry in file.script_args)]
         sources["training_script"] = file.script.where
-    elif not has_script and path:
+    elif not has_script and path is not None:
         raise ConfigError(
             f"{path} names no script: write script: train.py in it, or name it behind the flags."
         )

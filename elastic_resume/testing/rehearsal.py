@@ -164,9 +164,8 @@ def parse_command(words: Sequence[str]) -> Rehearsal:
         raise ConfigError(f"--snapshot-every is {every}: a rehearsal takes a number of steps.")
     workers = str(args.nproc_per_node)
     total = int(workers) if workers.isdecimal() else 1
-    before = list(words)
-    if args.file.script is None or args.sources.get("training_script") != args.file.script.where:
-        del before[len(words) - len(script_words) :]
+    is_in_file = "training_script" in args.sources
+    before = list(words if is_in_file else words[: len(words) - len(script_words)])
     return Rehearsal(
         script=tuple(script_words),
         flags=tuple(_select_flags(parser, before)),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
 from elastic_resume.option import Option
 from elastic_resume.schedulers import environment
+from elastic_resume.testing import rehearsal
 from tests.support import job_schema
 from tests.support.paths import ROOT
 
@@ -31,7 +35,7 @@ TORCHRUNS = {
     for action in config.actions_by_flag(get_args_parser()).values()
     if action.dest not in config.NO_KEYS
 }
-SCHEMA = job_file.build_schema(PARSER)
+SCHEMA = job_schema.build_schema(PARSER)
 
 
 @pytest.fixture(autouse=True)
@@ -515,3 +519,27 @@ def test_examples_are_right(name: str, text: str) -> None:
 def test_examples_are_found() -> None:
     """A file and a page at least."""
     assert {"digits.yaml", "job-file.md"} <= {name for name, _ in list_examples()}
+
+
+def test_rehearsal_takes_script_and_flags_of_a_file() -> None:
+    """The simulated nodes get the file too; what a rehearsal decides beats it."""
+    write("script: train.py\nscript-args: [--epochs, 3]\nsnapshot-every: 4\nnproc-per-node: 4\n")
+    found = rehearsal.parse_command(["--config", "job.yaml", "--grace", "9"])
+    assert found.script == ("train.py", "--epochs", "3")
+    assert found.flags == ("--config", "job.yaml", "--grace", "9")
+    assert (found.snapshot_every, found.workers_per_node) == ("4", 2)
+
+
+@pytest.mark.cluster
+def test_nothing_of_yaml_is_imported_without_a_file() -> None:
+    """A start without --config pays nothing: also what it writes into the node's directory needs no YAML."""
+    Path("train.py").write_text("print('trained')")
+    code = (
+        "import sys; from elastic_resume import cli; code = cli.main(['run', '--quiet', 'train.py']); "
+        "sys.exit(code or 'yaml' in sys.modules)"
+    )
+    environ = {key: text for key, text in os.environ.items() if key != constants.ENV_CONFIG}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environ
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
