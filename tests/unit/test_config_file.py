@@ -543,3 +543,23 @@ def test_nothing_of_yaml_is_imported_without_a_file() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environ
     )
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG, ids=[message[:60] for _, message in WRONG])
+def test_reader_without_libyaml_gives_the_same_messages(
+    text: str | bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyYAML is built without it where no wheel fits; it words errors of the syntax differently."""
+    assert message
+
+    def read() -> str:
+        try:
+            data = text if isinstance(text, bytes) else text.encode()
+            config.check_keys(config_file.parse("job.yaml", data, SECRET), config.actions_by_flag(PARSER))
+        except ConfigError as error:
+            return str(error).partition("is not YAML")[0]
+        return ""
+
+    expected = read()
+    monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    assert read() == expected
