@@ -81,14 +81,8 @@ VALUES: dict[str, str] = {
 
 
 def test_table_names_every_key() -> None:
-    """A new flag or setting belongs into the table above."""
-    missing = (OURS.keys() | TORCHRUNS.keys()) - VALUES.keys()
-    assert missing == set()
-    assert set(VALUES) - OURS.keys() - TORCHRUNS.keys() <= {
-        "numa-binding",
-        "shutdown-timeout",
-        "signals-to-handle",
-    }
+    """A new flag or setting belongs into the table above; an older torch has fewer."""
+    assert (OURS.keys() | TORCHRUNS.keys()) - VALUES.keys() == set()
 
 
 def flag_text(key: str) -> str:
