@@ -23,7 +23,7 @@ from elastic_resume.units import to_printable
 
 DEFAULT_PATH = "elastic-resume.yaml"
 COMMENT_COLUMN = 40
-MAX_SHOWN_CHARS = 100  # of a value in the report
+MAX_SHOWN, MAX_SHOWN_CHARS = 60, 100  # settings in the report, and of the text of each
 # What torchrun's own defaults mean under `run`, by destination.
 OUR_DEFAULTS = {"max_restarts": "unlimited", "monitor_interval": "0.015", "rdzv_backend": "elastic_resume"}
 _PLAIN = re.compile(r"(?!(?i:null)\Z)[\w./][\w./:@%+=,-]*(?<!:)", re.ASCII)
@@ -107,7 +107,9 @@ def list_given(rows: Sequence[Row]) -> list[str]:
     """Return what differs from the defaults, for the report: ``KEY TEXT (SOURCE)``."""
     skipped = {"", config_file.SCRIPT}  # the report has the command
     given = [row for row in rows if row.origin != DEFAULT and row.key not in skipped]
-    return [f"{row.key} {to_printable(row.text, MAX_SHOWN_CHARS)} ({row.origin})" for row in given]
+    return [
+        f"{row.key} {to_printable(row.text, MAX_SHOWN_CHARS)} ({row.origin})" for row in given[:MAX_SHOWN]
+    ]
 
 
 def quote(text: str, *, has_variables: bool = False) -> str:

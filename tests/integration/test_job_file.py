@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from elastic_resume import constants
-from elastic_resume.report import summary
+from elastic_resume.report import html, summary
 from elastic_resume.report.loader import load_run
 from elastic_resume.testing.backends import find_free_port
 from tests.support.agents import Agents, wait_for
@@ -60,6 +61,8 @@ def test_file_starts_the_readmes_job_on_three_nodes(agents: Agents) -> None:
     report = summary.build_run_report(load_run([agents.directory / "checkpoints" / "train"]).events)
     assert "snapshot-every 1 (job.yaml:" in " ".join(report.settings)
     assert "settings: " in summary.format_text(report)
+    assert "snapshot-every 1 (job.yaml:" in html.render_page(report)
+    assert "snapshot-every 1 (job.yaml:" in " ".join(json.loads(summary.format_json(report))["settings"])
 
 
 @pytest.mark.parametrize("by", ["run", "torchrun"])
@@ -93,3 +96,14 @@ def test_workers_of_every_start_get_what_the_file_says(
     files = [path for path in (agents.directory / "checkpoints").rglob("*") if path.is_file()]
     assert files
     assert [path for path in files if b"hidden" in path.read_bytes()] == []
+
+
+def test_script_without_agent_reads_the_file(agents: Agents) -> None:
+    """Under plain python, er.resume() takes settings of the file; torchrun's keys are not for it."""
+    job = "script: train.py\nnproc-per-node: 2\nckpt-dir: of-file\nkeep: 5\nnode-name: n7\n"
+    (agents.directory / "job.yaml").write_text(job)
+    agents.command = [sys.executable]
+    agents.script((ROOT / "examples" / "digits.py").read_text())
+    code, log = agents.run("train.py", "--epochs", "1", ELASTIC_RESUME_CONFIG="job.yaml")
+    assert code == 0, log
+    assert (agents.directory / "of-file" / "train" / "a").is_dir(), "a variable names the node"
