@@ -214,6 +214,7 @@ class RunReport:
 
     run_id: str
     command: str
+    settings: tuple[str, ...]
     start_t: float | None
     end_t: float | None
     silent_s: float | None
@@ -280,6 +281,7 @@ def build_run_report(
     return RunReport(
         run_id=next((item.get_text("run_id") for item in starts if item.get_text("run_id")), ""),
         command=next((item.get_text("command") for item in reversed(starts) if item.get_text("command")), ""),
+        settings=starts[-1].get_texts("settings") if starts else (),
         start_t=min(event_times, default=None),
         end_t=max(event_times, default=None),
         silent_s=silent_s,
@@ -334,6 +336,7 @@ def format_json(run_report: RunReport) -> str:
         "schema": REPORT_SCHEMA,
         "run_id": run_report.run_id,
         "command": run_report.command,
+        "settings": list(run_report.settings),
         "start_t": run_report.start_t,
         "end_t": run_report.end_t,
         "verdict": asdict(run_report.verdict),
@@ -386,6 +389,7 @@ def format_text(report: RunReport) -> str:
         DOWNTIME_NOTE if report.downtimes else "",
         _describe_recoveries(report),
         _describe_checkpoints(report),
+        truncate(f"settings: {', '.join(report.settings)}", MAX_NOTE_CHARS) if report.settings else "",
     )
     wrapped = [line for text in totals if text for line in wrap_text(text)]
     lines += ["", *wrapped] if wrapped else []

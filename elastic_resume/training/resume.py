@@ -100,9 +100,10 @@ def resume(
     process group of torchrun's environment, unless the script has done so.
 
     An argument beats a flag of ``elastic-resume run``, the flag beats the environment
-    (``ELASTIC_RESUME_KEEP=5``), and the environment beats the default. There is one exception: under
-    ``elastic-resume run`` the agent decides ``ckpt_dir``, ``run_id`` and ``node_name``, and the arguments of
-    these names are ignored. The agent has locked that directory before the script starts.
+    (``ELASTIC_RESUME_KEEP=5``), the environment beats the file of ``--config`` (``ELASTIC_RESUME_CONFIG``),
+    and the file beats the default. There is one exception: under ``elastic-resume run`` the agent decides
+    ``ckpt_dir``, ``run_id`` and ``node_name``, and the arguments of these names are ignored. The agent has
+    locked that directory before the script starts.
 
     Args:
         model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).
