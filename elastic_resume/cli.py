@@ -180,6 +180,7 @@ def _read_config(path: str) -> list[Row]:
     args, given = parse_flags(parser, [FLAG, path])
     options.check_torchrun_values(args)
     options.check_script(args)
+    torchelastic.count_workers(args)
     return _list_settings(parser, args, given, environment.read_context(os.environ))[1]
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.checkpoint.node_dir import mask_secrets
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.endpoint import local_addresses, parse_address
+from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, parse_endpoints
 from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.slurm import SharedDir
@@ -140,6 +140,8 @@ def check_torchrun_values(args: argparse.Namespace) -> None:
             source = args.sources.get(dest, f"PET_{dest.upper()}")
             raise ConfigError(f"{source} is {text[:200]!r}: torchrun takes {form}.")
     parse_nnodes(args.nnodes, args.sources.get("nnodes", "--nnodes"))
+    if args.rdzv_endpoint and not args.standalone:
+        parse_endpoints(args.rdzv_endpoint, args.sources.get("rdzv_endpoint", "--rdzv-endpoint"))
     if not 0 <= (args.master_port or 0) <= MAX_PORT:
         source = args.sources.get("master_port", "PET_MASTER_PORT")
         raise ConfigError(f"{source} is {args.master_port}: torchrun takes a port, 0 to {MAX_PORT}.")

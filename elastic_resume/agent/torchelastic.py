@@ -446,6 +446,22 @@ def build_parser() -> run_help.RunParser:
     return parser
 
 
+def count_workers(args: argparse.Namespace) -> int:
+    """Return how many workers ``--nproc-per-node`` means on this machine.
+
+    Raises:
+        ConfigError: it is no number, and no kind of device that is here.
+
+    """
+    try:
+        return int(determine_local_world_size(args.nproc_per_node))
+    except (RuntimeError, ValueError) as error:
+        source = args.sources.get("nproc_per_node", "--nproc-per-node")
+        raise ConfigError(
+            f"{source} is {args.nproc_per_node[:100]!r}: write a number, or auto, cpu, gpu or xpu ({error})."
+        ) from error
+
+
 @contextlib.contextmanager
 def prepare_launch(
     args: argparse.Namespace, given_flags: set[str], run_id: str, scheduler_context: SchedulerContext
@@ -479,7 +495,7 @@ def prepare_launch(
             # torchelastic needs a directory for error files, and would leave one in /tmp at every start.
             args.log_dir = stack.enter_context(make_temporary_dir())
         try:
-            if "OMP_NUM_THREADS" not in os.environ and determine_local_world_size(args.nproc_per_node) > 1:
+            if count_workers(args) > 1 and "OMP_NUM_THREADS" not in os.environ:
                 os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same, and prints four lines
             config, entrypoint, entrypoint_args = config_from_args(args)
             if keeps_output and config.logs_specs is not None:

@@ -79,8 +79,10 @@ class ListenEndpoint:
 # ---- parsing -----------------------------------------------------------------------------------------
 
 
-def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+def parse_endpoints(text: str, source: str = "--rdzv-endpoint") -> tuple[Endpoint, ...]:
     """Parse ``host[:port],host[:port],...``; IPv6 as ``[::1]:29400``, or without a port as ``::1``.
+
+    ``source`` says for an error where the text is.
 
     Raises:
         ConfigError: an entry is wrong or repeated.
@@ -89,31 +91,31 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     parts = [part.strip() for part in text.split(",")]
     endpoints: dict[Endpoint, None] = {}
     for part in parts:
-        endpoint = _parse_endpoint(part)
+        endpoint = _parse_endpoint(part, source)
         if endpoint in endpoints:
-            raise ConfigError(f"--rdzv-endpoint: {part} is there twice: name each candidate once.")
+            raise ConfigError(f"{source}: {part} is there twice: name each candidate once.")
         if endpoint.port == 0 and len(parts) > 1:
             raise ConfigError(
-                f"--rdzv-endpoint: {part} has port 0 (chosen by the kernel), which other nodes cannot know: "
+                f"{source}: {part} has port 0 (chosen by the kernel), which other nodes cannot know: "
                 f"give a port, such as {DEFAULT_PORT}."
             )
         endpoints[endpoint] = None
     return tuple(endpoints)
 
 
-def _parse_endpoint(text: str) -> Endpoint:
+def _parse_endpoint(text: str, source: str) -> Endpoint:
     bracketed = re.fullmatch(r"(\[[^\[\]]*\])(?:(:)(.*))?", text, re.DOTALL)
     if bracketed is not None:
         host, colon, port = bracketed[1], bracketed[2], bracketed[3]
     else:
         host, colon, port = (text, "", "") if text.count(":") > 1 else text.partition(":")
     if not host:
-        raise ConfigError(f"--rdzv-endpoint: {text[:80]!r} names no host: write HOST[:PORT],HOST[:PORT],...")
+        raise ConfigError(f"{source}: {text[:80]!r} names no host: write HOST[:PORT],HOST[:PORT],...")
     if colon and (re.fullmatch(r"[0-9]{1,5}", port) is None or int(port) > 65535):
         raise ConfigError(
-            f"--rdzv-endpoint: {text[:80]!r} has no valid port after the colon: 1 to 65535, or leave it out."
+            f"{source}: {text[:80]!r} has no valid port after the colon: 1 to 65535, or leave it out."
         )
-    return Endpoint(_parse_host(host, "--rdzv-endpoint"), int(port) if colon else DEFAULT_PORT)
+    return Endpoint(_parse_host(host, source), int(port) if colon else DEFAULT_PORT)
 
 
 def _parse_host(text: str, flag: str) -> str:

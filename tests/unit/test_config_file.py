@@ -211,6 +211,12 @@ WRONG: list[tuple[str | bytes, str]] = [
     ),
     ("env: {PET_NNODES: 3}\n", "job.yaml:1: env PET_NNODES: write nnodes: at the top of the file"),
     ("env: {ELASTIC_RESUME_AGENT_PID: 3}\n", "job.yaml:1: env ELASTIC_RESUME_AGENT_PID is no setting"),
+    (
+        "nproc-per-node: two\n",
+        "job.yaml:1: nproc-per-node is 'two': write a number, or auto, cpu, gpu or xpu",
+    ),
+    ("rdzv-endpoint: 'a:b:c:d'\n", "job.yaml:1: rdzv-endpoint: 'a:b:c:d' is neither a host name nor"),
+    ("rdzv-endpoint: [a, 'b:x']\n", "job.yaml:1: rdzv-endpoint: 'b:x' has no valid port after the colon"),
     ("script-args: --epochs 3\n", "job.yaml:1: script-args must be a list: write [--epochs, 3]"),
     ("script: [a.py]\n", "job.yaml:1: script is a sequence: write one value."),
     ("script: nowhere.py\n", "job.yaml:1: there is no training script 'nowhere.py' in "),
@@ -224,7 +230,7 @@ WRONG: list[tuple[str | bytes, str]] = [
 # The file says something else than a start would need, but nothing that a schema could see.
 BEYOND_SCHEMA = re.compile(
     r"twice|names no script|nnodes is|tee is|no training script|not YAML|UTF-8|MiB|secret|the variable"
-    r"|has the tag|plain name|without a name|ckpt-dir is ''|at the top|is no setting"
+    r"|has the tag|plain name|without a name|ckpt-dir is ''|at the top|is no setting|is 'two'|a host name|valid port"
 )
 
 
@@ -447,6 +453,9 @@ def test_doctor_checks_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     write("script: train.py\nkeep: 1\n")
     assert cli.main(["doctor", "--config", "job.yaml"]) == constants.EXIT_JOB_ERROR
     assert "job.yaml:2: keep is 1, which is too few" in capsys.readouterr().out
+    write("script: train.py\nnproc-per-node: two\n")
+    assert cli.main(["doctor", "--config", "job.yaml"]) == constants.EXIT_JOB_ERROR
+    assert "job.yaml:2: nproc-per-node is 'two': write a number" in capsys.readouterr().out
 
 
 # ---- the schema ----------------------------------------------------------------------------------------
