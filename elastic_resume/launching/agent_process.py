@@ -1,7 +1,7 @@
 """Run ``elastic-resume run`` as the child of a process that has called `launch`, and report how it ends.
 
-``python -u -m elastic_resume.launching.agent_process CALLER …``, with the flags of ``run``: the agent drains when the process CALLER
-ends, however that ends.
+``python -u -m elastic_resume.launching.agent_process CALLER WORDS…``, with the words of ``run``: the agent
+drains when the process CALLER ends, however that ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 

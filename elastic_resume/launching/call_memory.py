@@ -18,10 +18,13 @@ threads, without which torch hangs in the fork.
 from __future__ import annotations
 
 import fcntl
+import io
 import linecache
 import os
 import pickle
 import sys
+import types
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +106,10 @@ def _describe_main() -> dict[str, str]:
     """Return how a worker imports the caller's script; empty if there is none, as in a notebook."""
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
-    file = getattr(main, "__file__", None)
     if name is not None:
         return {"init_main_from_name": name}
-    return {"init_main_from_path": os.path.abspath(file)} if file and os.path.isfile(file) else {}  # noqa: PTH
+    path = Path(getattr(main, "__file__", None) or "-")
+    return {"init_main_from_path": str(path.absolute())} if path.is_file() else {}
 
 
 def _pickle_call(function: Any, args: tuple[Any, ...], *, is_interactive: bool) -> tuple[bytes, bool]:
@@ -119,30 +122,42 @@ def _pickle_call(function: Any, args: tuple[Any, ...], *, is_interactive: bool) 
     except Exception as error:  # noqa: BLE001 - objects raise what they like
         reason = str(error)
     try:
-        import cloudpickle  # noqa: PLC0415 - an extra
+        return dump_by_value((function, args)), True
     except ImportError:
         raise UsageError(
             f"launch() cannot send the function and its arguments to the workers: {reason}. Run pip install "
             "'elastic-resume[notebook]' (cloudpickle), or move the function to the top of a module and "
             "import it from there."
         ) from None
-    try:
-        return cloudpickle.dumps((function, args)), True
     except Exception as error:
-        parts = {"the function": function, **{f"argument {i}": arg for i, arg in enumerate(args, 1)}}
-        culprits = [name for name, part in parts.items() if not _can_pickle(cloudpickle.dumps, part)]
         raise UsageError(
-            f"launch() cannot send {culprits[0] if culprits else 'the call'} to the workers: {error}. Make "
-            "such objects (loaders, groups, files, locks) in the function, and pass what they are made of."
+            f"launch() cannot send the function and its arguments to the workers: {error}. Make such objects "
+            "(loaders, groups, files, locks) in the function, and pass what they are made of."
         ) from error
 
 
-def _can_pickle(dumps: Callable[[Any], bytes], part: object) -> bool:
-    try:
-        dumps(part)
-    except Exception:  # noqa: BLE001 - objects raise what they like
-        return False
-    return True
+def dump_by_value(value: object) -> bytes:
+    """Pickle functions and classes that have no module. Their code keeps its file's name, for tracebacks.
+
+    Raises:
+        ImportError: cloudpickle is not installed.
+
+    """
+    import cloudpickle  # noqa: PLC0415 - an extra
+
+    table = cloudpickle.Pickler.dispatch_table
+
+    def reduce_code(code: types.CodeType) -> tuple[Any, ...]:
+        return _make_code, (*table[types.CodeType](code), code.co_filename)
+
+    buffer = io.BytesIO()
+    members = {"dispatch_table": ChainMap({types.CodeType: reduce_code}, table)}
+    type("Pickler", (cloudpickle.Pickler,), members)(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _make_code(make: Callable[..., types.CodeType], args: tuple[Any, ...], filename: str) -> types.CodeType:
+    return make(*args).replace(co_filename=filename)
 
 
 def read_call(path: Path) -> Call:
@@ -155,13 +170,8 @@ def read_call(path: Path) -> Call:
 def encode_result(value: object, *, by_value: bool) -> Result:
     """Return a function's result for its caller, with the rank and generation of this worker."""
     generation, rank = (int(os.environ.get(name) or 0) for name in (constants.ENV_GENERATION, "RANK"))
-    dumps = pickle.dumps
-    if by_value:
-        import cloudpickle  # noqa: PLC0415 - an extra
-
-        dumps = cloudpickle.dumps
     try:
-        pickled = dumps(value)
+        pickled = dump_by_value(value) if by_value else pickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - objects raise what they like
         return Result(generation, rank, b"", f"a {type(value).__qualname__}, which cannot be sent ({error})")
     if len(pickled) > MAX_RESULT_BYTES:
@@ -173,7 +183,7 @@ def encode_result(value: object, *, by_value: bool) -> Result:
 
 
 def append(path: Path, record: Result | AgentEnd) -> None:
-    """Append a record. The file begins with the length of all whole records, so a torn one is written over."""
+    """Append a record. The file begins with the length of all whole ones, so a torn one is written over."""
     data = pickle.dumps(record)
     with path.open("r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)

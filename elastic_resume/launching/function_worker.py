@@ -48,6 +48,6 @@ def find_memory(agent: int) -> tuple[Path, Path]:
 
 if __name__ == "__main__":
     # The function replaces __main__, so what runs it is in a module of another name.
-    from elastic_resume.launching import function_worker
+    from elastic_resume.launching import function_worker  # noqa: PLW0406
 
     function_worker.run_function()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO, TypeVar
 
 from elastic_resume import config, constants, errors, linux
-from elastic_resume.errors import ConfigError, LaunchError, MachineError, UsageError
+from elastic_resume.errors import ConfigError, LaunchError, UsageError
 from elastic_resume.launching import call_memory
 from elastic_resume.launching.call_memory import AgentEnd, Result
 from elastic_resume.schedulers import environment
@@ -85,10 +85,7 @@ def launch(function: Callable[..., T], args: Sequence[Any] = (), **settings: Any
         words.append(f"--rdzv-id={choose_run_id(function, os.environ)}")
     call = call_memory.encode_call(function, args)
     with contextlib.ExitStack() as stack:
-        try:
-            memory = [linux.create_anonymous_file(f"elastic_resume-{name}") for name in ("call", "results")]
-        except OSError as error:
-            raise MachineError(f"launch() needs an unnamed file in memory: {error.strerror}.") from error
+        memory = [linux.create_anonymous_file(f"elastic_resume-{name}") for name in ("call", "results")]
         for descriptor in memory:
             stack.callback(os.close, descriptor)
         Path(f"/proc/self/fd/{memory[0]}").write_bytes(call)
@@ -128,7 +125,8 @@ def list_words(settings: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
 
     """
     without_flag = {option.field: option.variable for option in config.OPTIONS_WITHOUT_FLAG}
-    words, variables = [], {}
+    words: list[str] = []
+    variables: dict[str, str] = {}
     for name, value in settings.items():
         if name in _SCRIPT_FLAGS:
             raise ConfigError(
@@ -193,25 +191,22 @@ def run_agent(command: Sequence[str], environ: Mapping[str, str], descriptors: S
 
     Raises:
         KeyboardInterrupt: it was interrupted.
-        MachineError: it cannot be started.
 
     """
-    pipes = {name: subprocess.PIPE for name in ("stdout", "stderr") if _needs_forwarding(name)}
-    try:
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt of this process group reaches it through us, and once
-            **pipes,
-        )
-    except OSError as error:
-        raise MachineError(f"launch() cannot start the agent: {error.strerror}.") from error
+    pipes = [subprocess.PIPE if _needs_forwarding(name) else None for name in ("stdout", "stderr")]
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=pipes[0],
+        stderr=pipes[1],
+        start_new_session=True,  # an interrupt of this process group reaches it through us, and once
+    )
     is_interrupted = False
     with process:  # waits for its end
         try:
-            output = _Output({getattr(process, name): getattr(sys, name) for name in pipes})
+            output = _Output([(process.stdout, sys.stdout), (process.stderr, sys.stderr)])
             while True:
                 try:
                     output.forward(process)
@@ -231,17 +226,18 @@ def _needs_forwarding(name: str) -> bool:
     stream = getattr(sys, name)
     if stream is not None:
         stream.flush()  # what is buffered comes first
-    return stream is not getattr(sys, f"__{name}__")
+    return bool(stream is not getattr(sys, f"__{name}__"))
 
 
 class _Output:
-    """The pipes from an agent, and the caller's streams to which they lead. Parts of lines are forwarded too."""
+    """The pipes from an agent, and the caller's streams to which they lead; a progress bar has no line."""
 
-    def __init__(self, streams: Mapping[IO[bytes], TextIO]) -> None:
+    def __init__(self, streams: Sequence[tuple[IO[bytes] | None, TextIO]]) -> None:
         self._selector = selectors.DefaultSelector()
-        for pipe, stream in streams.items():
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            self._selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
+        for pipe, stream in streams:
+            if pipe is not None:
+                decoder = codecs.getincrementaldecoder("utf-8")("replace")
+                self._selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
 
     def forward(self, process: subprocess.Popen[bytes]) -> None:
         """Forward until the agent has ended and all that it had written is read."""
