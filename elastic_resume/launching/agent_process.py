@@ -17,7 +17,7 @@ from elastic_resume import cli, constants, events
 from elastic_resume.agent.workers import run_main, supervisor
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.launching import call_memory
-from elastic_resume.launching.call_memory import AgentEnd
+from elastic_resume.launching.call_memory import LaunchEnd
 
 
 def main() -> None:
@@ -30,16 +30,16 @@ def main() -> None:
     results = Path(f"/proc/self/fd/{os.environ[constants.ENV_LAUNCH].partition(',')[2]}")
     try:
         exit_code = cli.run(words, owns_process=True)
-        end = AgentEnd(exit_code) if exit_code == constants.EXIT_SUCCESS else describe_end(exit_code)
+        end = LaunchEnd(exit_code) if exit_code == constants.EXIT_SUCCESS else describe_end(exit_code)
     except ElasticResumeError as error:  # the caller raises it
-        end = AgentEnd(cli.exit_code_before_start(error), type(error).__name__, str(error))
+        end = LaunchEnd(cli.exit_code_before_start(error), type(error).__name__, str(error))
     except KeyboardInterrupt:  # before the agent handles signals
-        end = AgentEnd(constants.EXIT_SIGNAL_BASE + signal.SIGINT)
+        end = LaunchEnd(constants.EXIT_SIGNAL_BASE + signal.SIGINT)
     call_memory.append(results, end)
     run_main.exit_without_freeing(end.exit_code)
 
 
-def describe_end(exit_code: int) -> AgentEnd:
+def describe_end(exit_code: int) -> LaunchEnd:
     """Return the agent's own last words and the root cause, as this node's event log has them."""
     found: list[events.Event] = []
     for event in events.read(Path(os.environ[constants.ENV_EVENTS_PATH])):
@@ -56,7 +56,7 @@ def describe_end(exit_code: int) -> AgentEnd:
         if event["event"] == "failure"
         and all(event.get(k) == failure.get(k) for k in ("node", "rank", "type"))
     ]
-    return AgentEnd(exit_code, "", str(end.get("message", "")), failure, str((tracebacks or [""])[-1] or ""))
+    return LaunchEnd(exit_code, "", str(end.get("message", "")), failure, str((tracebacks or [""])[-1] or ""))
 
 
 def find_failure(fact: Any) -> dict[str, Any] | None:

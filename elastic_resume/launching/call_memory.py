@@ -68,7 +68,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class AgentEnd:
+class LaunchEnd:
     """How the agent has ended, for an exception in the caller."""
 
     exit_code: int
@@ -182,7 +182,7 @@ def encode_result(value: object, *, by_value: bool) -> Result:
     return Result(generation, rank, pickled)
 
 
-def append(path: Path, record: Result | AgentEnd) -> None:
+def append(path: Path, record: Result | LaunchEnd) -> None:
     """Append a record. The file begins with the length of all whole ones, so a torn one is written over."""
     data = pickle.dumps(record)
     with path.open("r+b", buffering=0) as file:
@@ -195,9 +195,9 @@ def append(path: Path, record: Result | AgentEnd) -> None:
         os.pwrite(file.fileno(), (end - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little"), 0)
 
 
-def read_records(descriptor: int) -> list[Result | AgentEnd]:
+def read_records(descriptor: int) -> list[Result | LaunchEnd]:
     """Return all whole records of the file."""
-    found: list[Result | AgentEnd] = []
+    found: list[Result | LaunchEnd] = []
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # its own offset
         end = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
         while file.tell() < end:

@@ -27,7 +27,7 @@ from typing import IO, Any, TextIO, TypeVar
 from elastic_resume import config, constants, errors, linux
 from elastic_resume.errors import ConfigError, LaunchError, UsageError
 from elastic_resume.launching import call_memory
-from elastic_resume.launching.call_memory import AgentEnd, Result
+from elastic_resume.launching.call_memory import LaunchEnd, Result
 from elastic_resume.schedulers import environment
 
 T = TypeVar("T")
@@ -257,7 +257,7 @@ class _Output:
         process.wait()
 
 
-def read_results(records: Sequence[Result | AgentEnd], exit_code: int) -> dict[int, Any]:
+def read_results(records: Sequence[Result | LaunchEnd], exit_code: int) -> dict[int, Any]:
     """Return the results of the last generation by rank.
 
     Raises:
@@ -265,8 +265,8 @@ def read_results(records: Sequence[Result | AgentEnd], exit_code: int) -> dict[i
         ElasticResumeError: the job has not started, or has failed.
 
     """
-    end = AgentEnd(exit_code, message=f"the agent of the job ended with exit code {exit_code}.")
-    end = next((record for record in reversed(records) if isinstance(record, AgentEnd)), end)
+    end = LaunchEnd(exit_code, message=f"the agent of the job ended with exit code {exit_code}.")
+    end = next((record for record in reversed(records) if isinstance(record, LaunchEnd)), end)
     if end.error_class:
         raise getattr(errors, end.error_class)(end.message)
     if end.exit_code or exit_code:
@@ -278,17 +278,22 @@ def read_results(records: Sequence[Result | AgentEnd], exit_code: int) -> dict[i
     for result in sorted(returned, key=lambda result: result.rank):
         if result.generation < generation:
             continue  # this rank's worker has started again, or there are fewer now
-        where = f"the job is done, but rank {result.rank} has returned"
         if result.problem:
-            raise UsageError(f"{where} {result.problem}. Return plain values, or write a file.")
+            raise UsageError(
+                f"the job is done, but rank {result.rank} has returned {result.problem}. Return plain "
+                "values, or write a file."
+            )
         try:
             values[result.rank] = pickle.loads(result.pickled)  # noqa: S301 - see call_memory
         except Exception as error:
-            raise UsageError(f"{where} what cannot be read here: {error}. Return plain values.") from error
+            raise UsageError(
+                f"the job is done, but the result of rank {result.rank} cannot be read here: {error}. Return "
+                "plain values."
+            ) from error
     return values
 
 
-def _build_error(end: AgentEnd) -> LaunchError:
+def _build_error(end: LaunchEnd) -> LaunchError:
     error = LaunchError("\n\n".join(filter(None, [end.message, end.traceback.rstrip()])))
     error.exit_code, error.traceback = end.exit_code, end.traceback
     error.node, error.rank = str(end.failure.get("node", "")), end.failure.get("rank")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from elastic_resume.testing.backends import find_free_port
+from tests.docs import test_blocks
 from tests.support.paths import ROOT
 from tests.support.processes import is_alive, wait_for, wait_for_pid
 
@@ -92,6 +96,18 @@ def run_notebook(directory: Path, *cells: str, marker: str = "") -> list[str]:
     return outputs
 
 
+def read_documents() -> list[str]:
+    """Return the cells of the guide, and README's first block as a function, without its elisions."""
+    readme = next(block for block in test_blocks.BLOCKS if block.page == "README.md" and block.is_fragment)
+    objects = test_blocks.PREFACE.partition("\nshards = ")[0]  # what a reader has
+    body = textwrap.indent(objects + readme.code, "    ")
+    cell = f"def port():\n{body}    return model.module.state_dict()\n"
+    cell += 'results = er.launch(port, nproc_per_node=2, rdzv_id="readme")\n'
+    cell += 'print("of README:", results[1].keys())'
+    guide = [block for block in test_blocks.BLOCKS if block.page == "docs/guides/notebooks.md"]
+    return [*(block.text for block in guide if block.language == "python" and not block.file), cell]
+
+
 def start(directory: Path, script: Path = LAUNCHED, **settings: Any) -> subprocess.Popen[str]:
     """Start a script that calls `launch`."""
     command = [sys.executable, str(script), str(directory), json.dumps(settings)]
@@ -116,6 +132,16 @@ def test_notebook_function_survives_kill_and_returns_exact_results(tmp_path: Pat
     assert "1 ValueError 1 True" in failed
     assert "with source: True" in failed
     assert "ConfigError: launch() cannot find the name of this notebook" in unnamed
+
+
+def test_documented_cells_run(tmp_path: Path) -> None:
+    """Each block of the guide, and README's first one, runs in a notebook."""
+    train, launch, sweep, readme = read_documents()
+    outputs = run_notebook(tmp_path, train, launch + "print(weights.keys())", sweep, readme)
+    assert not any("Error" in output for output in outputs), outputs
+    assert "odict_keys(['weight', 'bias'])" in outputs[1]
+    assert (tmp_path / "checkpoints" / "digits-0.2").is_dir()
+    assert "of README: odict_keys(['weight', 'bias'])" in outputs[3]
 
 
 def test_interrupted_notebook_ends_job_and_raises(tmp_path: Path) -> None:
@@ -154,16 +180,18 @@ def test_script_function_of_main_and_job_of_killed_caller(tmp_path: Path) -> Non
 @pytest.mark.soak
 def test_two_callers_with_one_call_are_two_nodes(tmp_path: Path) -> None:
     """Each gets the results of its own ranks."""
-    common = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:29731,127.0.0.1:29732", "rdzv_id": "two"}
+    addresses = [f"127.0.0.{number + 1}" for number in range(2)]
+    endpoints = [f"{address}:{find_free_port(address)}" for address in addresses]
+    common: dict[str, Any] = {"nnodes": 2, "rdzv_endpoint": endpoints, "rdzv_id": "two"}
     nodes = []
-    for number in range(2):
+    for number, address in enumerate(addresses):
         directory = tmp_path / f"n{number}"
         directory.mkdir()
-        own = {"node_name": f"n{number}", "local_addr": "127.0.0.1"}
+        own: dict[str, Any] = {"node_name": f"n{number}", "local_addr": address}
         nodes.append(start(directory, **common, **own, ckpt_dir=str(directory), nproc_per_node=1))
     done = [node.communicate(timeout=200) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], done
-    merged = {}
+    merged: dict[str, list[int]] = {}
     for output, _ in done:
         merged |= json.loads(output.splitlines()[-1])
     assert merged == {"0": [8, 2], "1": [8, 2]}
@@ -175,11 +203,11 @@ def test_two_callers_with_one_call_are_two_nodes(tmp_path: Path) -> None:
     [
         ("er.launch(lambda: (i for i in range(3)))", "rank 0 has returned a generator, which cannot be sent"),
         (
-            "er.launch(launched.train, (1, '.'), nproc_per_nod=2)",
-            "unknown flag --nproc-per-nod. Did you mean",
+            "er.launch(launched.train, (1, '.'), nproc_pernode=2)",
+            "unknown flag --nproc-pernode. Did you mean --nproc-per-node",
         ),
         ("er.launch(launched.train, (1, '.'), keep=0)", "--keep is 0"),
-        ("er.launch(os.kill, (os.getpid(), 9), max_restarts=0)", "killed by SIGKILL"),
+        ("er.launch(launched.die, max_restarts=0)", "killed by SIGKILL"),
     ],
 )
 def test_wrong_call_raises_in_caller(tmp_path: Path, call: str, message: str) -> None:
@@ -196,6 +224,28 @@ def test_wrong_call_raises_in_caller(tmp_path: Path, call: str, message: str) ->
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("no_warm", [False, True])
+def test_restartable_function_and_cold_worker(tmp_path: Path, *, no_warm: bool) -> None:
+    """The survivor's result is of the last generation, and a worker that starts cold finds the call too."""
+    function = """
+import functools, os, pathlib, signal, sys
+sys.path.insert(0, DIRECTORY)
+import elastic_resume as er, launched
+if __name__ == "__main__":
+    results = er.launch(launched.train_in_process, nproc_per_node=2, snapshot_every=1, no_warm=NO_WARM)
+    print(results)
+"""
+    function = function.replace("DIRECTORY", repr(str(LAUNCHED.parent))).replace("NO_WARM", str(no_warm))
+    (tmp_path / "script.py").write_text(function)
+    with start(tmp_path, tmp_path / "script.py") as caller:
+        output, errors = caller.communicate(timeout=200)
+    assert caller.returncode == 0, errors
+    survivor, other = ast.literal_eval(output.splitlines()[-1]).values()
+    assert survivor == [2, 16]  # called once for each world
+    assert other == [1, 16]
+
+
+@pytest.mark.soak
 def test_script_without_guard_is_told(tmp_path: Path) -> None:
     """Else each worker would start a job, and so on."""
     (tmp_path / "script.py").write_text("import elastic_resume as er\ndef f(): pass\ner.launch(f)\n")
@@ -205,6 +255,7 @@ def test_script_without_guard_is_told(tmp_path: Path) -> None:
     assert "put the call under if __name__ ==" in errors
 
 
+@pytest.mark.soak
 def test_interrupt_of_terminal_reaches_job_once(tmp_path: Path) -> None:
     """A script's process group gets SIGINT from a terminal; the agent is in a session of its own."""
     with start(tmp_path, rdzv_id="long", steps=100_000) as caller:

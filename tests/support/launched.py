@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,44 @@ def train(limits: Limits, directory: str) -> tuple[Limits, int, int]:
                 time.sleep(0.01)
     run.close()
     return limits, run.position.step, run.world_size
+
+
+def train_in_process() -> list[int]:
+    """Train in a restartable function, in which rank 1 kills itself once; return its calls and steps."""
+    import torch  # noqa: PLC0415
+    from torch import nn  # noqa: PLC0415
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = er.GlobalBatches(64, global_batch=8)
+    run = er.resume(model=model, optimizer=optimizer, data=batches)
+    calls = 0
+
+    @run.restartable
+    def loop() -> int:
+        nonlocal calls
+        calls += 1
+        ddp = run.ddp(model)
+        for _ in run.epochs(2):
+            for indices in batches:
+                loss = ddp(torch.ones(len(indices), 4)).mean() * run.loss_weight
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.step()
+                if run.position.step == 5 and run.rank == 1 and not Path("killed").exists():
+                    Path("killed").touch()
+                    die()
+        return run.position.step
+
+    step = loop()
+    run.close()
+    return [calls, step]
+
+
+def die() -> None:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import nbclient
-import nbformat
+import nbformat.v4
 
 from tests.support.processes import wait_for
 
@@ -23,7 +23,8 @@ def main() -> None:
     """Execute the cells."""
     cells, outputs, *marker = map(Path, sys.argv[1:])
     texts = json.loads(cells.read_text())
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in texts])
+    version: Any = nbformat.v4  # it has no types
+    notebook = version.new_notebook(cells=[version.new_code_cell(text) for text in texts])
     client = nbclient.NotebookClient(notebook, timeout=240, allow_errors=True)
     if marker:
         threading.Thread(target=interrupt, args=(client, marker[0]), daemon=True).start()
@@ -34,7 +35,8 @@ def main() -> None:
 def interrupt(client: nbclient.NotebookClient, marker: Path) -> None:
     """Interrupt the kernel once the file exists."""
     wait_for(marker.exists, f"{marker}", 200.0)
-    asyncio.run(client.km.interrupt_kernel())
+    manager: Any = client.km  # there is one since the kernel runs
+    asyncio.run(manager.interrupt_kernel())
 
 
 def read_output(cell: Any) -> str:
