@@ -82,7 +82,7 @@ def launch(function: Callable[..., T], args: Sequence[Any] = (), **settings: Any
     _check_arguments(function, args)
     words, variables = list_words(settings)
     if "rdzv_id" not in settings:
-        words.append(f"--rdzv-id={choose_run_id(function, os.environ)}")
+        words += choose_run_id(function, os.environ)
     call = call_memory.encode_call(function, args)
     with contextlib.ExitStack() as stack:
         memory = [linux.create_anonymous_file(f"elastic_resume-{name}") for name in ("call", "results")]
@@ -158,23 +158,28 @@ def describe_function(function: Any) -> str:
     return f"{module}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
-def choose_run_id(function: Any, environ: Mapping[str, str]) -> str:
-    """Return the default of ``rdzv_id``, which differs between functions.
+def choose_run_id(function: Any, environ: Mapping[str, str]) -> list[str]:
+    """Return the flag with the job's default name, which differs between functions.
+
+    Return nothing if a variable names the job: a flag would beat it.
 
     Raises:
         ConfigError: a notebook's name is unknown, and others may have a function of this name.
 
     """
+    around = dict(environ)
+    config.forget_outer_agent(around)
+    if around.get(constants.ENV_RUN_ID) or around.get("PET_RDZV_ID"):
+        return []
     name = describe_function(function)
     if name.startswith("?"):
         raise ConfigError(
             "launch() cannot find the name of this notebook, so it cannot tell its checkpoints from those of "
             'others: give the job a name, as rdzv_id="digits". The same name continues the job.'
         )
-    around = dict(environ)
-    config.forget_outer_agent(around)
     prefix = around.get(constants.ENV_OUTER_JOB) or environment.read_context(around).job
-    return environment.sanitize_name("-".join(filter(None, [prefix, name])), "job")
+    run_id = environment.sanitize_name("-".join(filter(None, [prefix, name])), "job")
+    return [f"--rdzv-id={run_id}"]
 
 
 def _describe_argument(value: object) -> str:

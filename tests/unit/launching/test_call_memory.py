@@ -17,7 +17,7 @@ import pytest
 from elastic_resume import linux
 from elastic_resume.errors import UsageError
 from elastic_resume.launching import call_memory
-from elastic_resume.launching.call_memory import LaunchEnd, Call, Result
+from elastic_resume.launching.call_memory import Call, LaunchEnd, Result
 from tests.support.launched import Limits
 
 

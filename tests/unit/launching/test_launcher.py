@@ -61,8 +61,15 @@ def test_setting_that_names_script_is_refused(name: str) -> None:
 )
 def test_run_id_names_function_after_the_job_around(environ: dict[str, str], expected: str) -> None:
     """Two functions, and two jobs of a scheduler, have different checkpoints."""
-    assert launcher.choose_run_id(launched.train, environ) == expected
-    assert launcher.choose_run_id(functools.partial(launched.train, launched.Limits(1)), environ) == expected
+    partial = functools.partial(launched.train, launched.Limits(1))
+    for function in (launched.train, partial):
+        assert launcher.choose_run_id(function, environ) == [f"--rdzv-id={expected}"]
+
+
+@pytest.mark.parametrize("variable", ["ELASTIC_RESUME_RUN_ID", "PET_RDZV_ID"])
+def test_variable_names_the_job_as_for_run(variable: str) -> None:
+    """A flag would beat it."""
+    assert launcher.choose_run_id(launched.train, {variable: "mine"}) == []
 
 
 def test_name_of_notebook_is_found_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +81,11 @@ def test_name_of_notebook_is_found_or_asked_for(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match='rdzv_id="digits"'):
         launcher.choose_run_id(notebook.train, {})
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/My digits.ipynb")
-    assert launcher.choose_run_id(notebook.train, {}) == "My-digits.train"
+    assert launcher.choose_run_id(notebook.train, {}) == ["--rdzv-id=My-digits.train"]
     notebook.__vsc_ipynb_file__ = "/home/me/other.ipynb"
-    assert launcher.choose_run_id(notebook.train, {}) == "other.train"
+    assert launcher.choose_run_id(notebook.train, {}) == ["--rdzv-id=other.train"]
     notebook.__file__ = "/home/me/start.py"
-    assert launcher.choose_run_id(notebook.train, {}) == "start.train"
+    assert launcher.choose_run_id(notebook.train, {}) == ["--rdzv-id=start.train"]
 
 
 @pytest.mark.parametrize(
