@@ -32,7 +32,6 @@ def train(limits: Limits, directory: str) -> tuple[Limits, int, int]:
     batches = er.GlobalBatches(64, global_batch=8)
     run = er.resume(model=model, optimizer=optimizer, data=batches)
     ddp = run.ddp(model)
-    Path(directory, f"pid-{run.rank}").write_text(str(os.getpid()))
     for _ in run.epochs(max(1, limits.steps // 8)):
         for indices in batches:
             loss = ddp(torch.ones(len(indices), 4)).mean() * run.loss_weight
@@ -40,6 +39,8 @@ def train(limits: Limits, directory: str) -> tuple[Limits, int, int]:
             loss.backward()
             optimizer.step()
             run.step()
+            if run.position.step == 3:  # so that there is something to save
+                Path(directory, f"pid-{run.rank}").write_text(str(os.getpid()))
             if limits.steps > 1000:
                 time.sleep(0.01)
     run.close()
