@@ -1,4 +1,4 @@
-"""Daemon threads that call one function again and again, or accept connections, until they are closed.
+"""Daemon threads that call one function again and again, take offers, or accept connections, until closed.
 
 The agent's main thread is blocked in torchelastic, so the agent's periodic work runs in such threads:
 looking for hangs, measuring memory, supervising the fork server. An exception in that work must neither end
@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import queue
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
+
+import psutil
 
 _LOGGER = logging.getLogger(__name__)
 ACCEPT_RETRY_S = 0.1
+NICENESS = 5
+MAX_OFFERS = 8
 
 
 class BackgroundThread:
@@ -75,6 +82,56 @@ class BackgroundThread:
     def _log_error(self, error: Exception) -> None:
         text = "thread %s failed and runs again in %g s; a defect of elastic_resume"
         _LOGGER.error(text, self._name, self._retry_s, exc_info=error)
+
+
+class OfferQueue:
+    """Hands offers to ``take``, which may be slow, in a thread of low priority from `start` to `close`.
+
+    Whoever offers never waits for it. Of more than `MAX_OFFERS` that wait, the oldest are dropped.
+    """
+
+    def __init__(self, name: str, take: Callable[..., object]) -> None:
+        """``name`` is the thread's."""
+        self._take = take
+        self._offers: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._thread = BackgroundThread(name, self._take_next)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether ``take`` is to return soon."""
+        return self._thread.is_closing
+
+    def start(self) -> None:
+        """Start taking."""
+        self._thread.start()
+
+    def put(self, *offer: Any) -> None:
+        """Offer the arguments of ``take``. Any thread may call this."""
+        while self._offers.qsize() >= MAX_OFFERS:
+            with contextlib.suppress(queue.Empty):
+                self._offers.get_nowait()
+        self._offers.put(offer)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Drop the offers that wait; wait for the one that is being taken, at most ``timeout_s``."""
+        self._thread.request_close()
+        self.put()
+        self._thread.close(timeout_s)
+
+    def _take_next(self) -> float:
+        lower_priority()
+        offer = self._offers.get()
+        if not self.is_closing:
+            self._take(*offer)
+        return 0.0
+
+
+def lower_priority() -> None:
+    """Lower this thread's CPU and I/O priority."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError, psutil.Error):
+        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)  # on Linux this applies to the thread
+        psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, 7)
 
 
 class AcceptThread:

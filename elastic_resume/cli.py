@@ -21,7 +21,10 @@ from elastic_resume import __version__, constants, machine
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
 
 if TYPE_CHECKING:
-    from elastic_resume.config import Parser
+    from elastic_resume.commands.job_file import Row
+    from elastic_resume.config import Parser, Settings
+    from elastic_resume.config_file import ConfigFile
+    from elastic_resume.schedulers.environment import SchedulerContext
 
 PROG = "elastic-resume"
 
@@ -44,7 +47,10 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
             return chaos(words[1:])
         if words[:1] == ["rehearse"]:
             return rehearse(words[1:])
+        if words[:1] == ["init"]:
+            return init(words[1:])
         args = _build_parser({}).parse_args(words)
+        args.read_config = _read_config
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
     except ElasticResumeError as error:
@@ -87,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
             "run": torchelastic.build_parser(),
             "rehearse": rehearsal.build_parser(),
             "chaos": chaos_command.build_parser(),
+            "init": _build_init_parser(),
         }
     )
 
@@ -106,6 +113,7 @@ def _build_parser(parents: Mapping[str, Parser]) -> argparse.ArgumentParser:
         ("run", "run a training script as torchrun does, and restart it after failures"),
         ("rehearse", "interrupt a script on purpose, and compare what it then computes"),
         ("chaos", "run a job on simulated nodes and inject faults by a plan"),
+        ("init", "write the flags of a job into a file for run --config"),
     ):
         parent = parents.get(name)
         subparsers.add_parser(
@@ -136,13 +144,69 @@ def rehearse(arguments: Sequence[str]) -> int:
     return rehearsal.main(arguments)
 
 
+def init(arguments: Sequence[str]) -> int:
+    """Run ``elastic-resume init [--output FILE] [--overwrite] [flags of run] [script args…]``."""
+    from elastic_resume.commands import job_file  # noqa: PLC0415
+    from elastic_resume.report.formatting import write_stdout  # noqa: PLC0415
+
+    path = job_file.write_file(_build_init_parser(), arguments)
+    write_stdout(f"{path} is written; start the job with {PROG} run --config {path}\n")
+    return constants.EXIT_SUCCESS
+
+
+def _build_init_parser() -> Parser:
+    from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
+    from elastic_resume.commands import job_file  # noqa: PLC0415
+
+    parser = torchelastic.build_parser()
+    parser.prog, parser.description = f"{PROG} init", "Write flags of `elastic-resume run` into a file."
+    job_file.add_flags(parser)
+    return parser
+
+
+def _read_config(path: str) -> list[Row]:
+    """Return the settings of a start with a file; check what `run` checks before it starts anything.
+
+    Raises:
+        ConfigError: such a start would fail.
+
+    """
+    from elastic_resume.agent import options, torchelastic  # noqa: PLC0415 - imports torch, seconds
+    from elastic_resume.config import parse_flags  # noqa: PLC0415
+    from elastic_resume.config_file import FLAG  # noqa: PLC0415
+    from elastic_resume.schedulers import environment  # noqa: PLC0415
+
+    parser = torchelastic.build_parser()
+    args, given = parse_flags(parser, [FLAG, path])
+    options.check_torchrun_values(args)
+    options.check_script(args)
+    return _list_settings(parser, args, given, environment.read_context(os.environ))[1]
+
+
+def _list_settings(
+    parser: Parser, args: argparse.Namespace, given: set[str], here: SchedulerContext
+) -> tuple[Settings, list[Row]]:
+    """Return the settings, and each with its source, as the scheduler fills them in."""
+    from elastic_resume import config  # noqa: PLC0415
+    from elastic_resume.agent import options, torchelastic  # noqa: PLC0415 - imports torch, seconds
+    from elastic_resume.commands import job_file  # noqa: PLC0415
+
+    settings = config.Settings.for_agent(args, os.environ, here)
+    filled = argparse.Namespace(**vars(args))
+    given = torchelastic.list_given_flags(args, given, here)
+    options.fill_from_scheduler(filled, given, here, share_token=False)
+    changed = {name: str(value) for name, value in vars(filled).items() if value != getattr(args, name)}
+    return settings, job_file.list_settings(parser, args, settings, {**changed, "scheduler": here.scheduler})
+
+
 def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
     """Run ``elastic-resume run [flags] script args…``; see `main`.
 
     A worker that was forked here leaves by SystemExit, at the end of its script.
     """
-    from elastic_resume import config  # noqa: PLC0415
+    from elastic_resume import config, config_file  # noqa: PLC0415
     from elastic_resume.agent import options, run_help  # noqa: PLC0415
+    from elastic_resume.commands import job_file  # noqa: PLC0415
     from elastic_resume.report.formatting import write_stdout  # noqa: PLC0415
     from elastic_resume.schedulers import environment  # noqa: PLC0415
 
@@ -153,7 +217,10 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         raise ConfigError("--print-completion writes completions for the name torchrun: call torchrun.")
 
     is_nested = config.forget_outer_agent(os.environ)
-    with _omp_threads_of_workers(arguments):
+    path = config_file.find_path(arguments, os.environ)
+    file = config_file.read_file(path, os.environ) if path else config_file.ConfigFile()
+    file.set_environment(os.environ)  # before the import of torch, which reads some
+    with _omp_threads_of_workers(arguments, file):
         gc.disable()  # imports create no garbage, and take a fifth less time without the collector
         from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
         from elastic_resume.agent.main import run_agent  # noqa: PLC0415 - imports torch, seconds
@@ -163,11 +230,16 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         fork_server = forkserver_manager.prefork() if can_fork else None
         gc.enable()
     try:
-        args, given = config.parse_flags(torchelastic.build_parser(), arguments)
+        parser = torchelastic.build_parser()
+        args, given = config.parse_flags(parser, arguments)
         options.check_torchrun_values(args)
         # The scheduler's nodes belong to the job around this one.
         here = environment.read_context({} if is_nested else os.environ)
-        settings = config.Settings.for_agent(args, os.environ, here)
+        settings, rows = _list_settings(parser, args, given, here)
+        if args.show_config:
+            write_stdout(job_file.format_settings(rows))
+            return constants.EXIT_SUCCESS
+        args.settings_text, args.given_settings = job_file.format_settings(rows), job_file.list_given(rows)
         return run_agent(settings, args, given, here, fork_server)
     finally:
         if fork_server is not None:
@@ -181,7 +253,7 @@ def _has_interpreter_flags() -> bool:
 
 
 @contextlib.contextmanager
-def _omp_threads_of_workers(arguments: Sequence[str]) -> Iterator[None]:
+def _omp_threads_of_workers(arguments: Sequence[str], file: ConfigFile) -> Iterator[None]:
     """Set OMP_NUM_THREADS within the context as torchrun sets it for workers: to 1 if there are several.
 
     OpenMP reads it once, when torch is imported, and workers are forked from this process. torchrun's parser
@@ -191,7 +263,8 @@ def _omp_threads_of_workers(arguments: Sequence[str]) -> Iterator[None]:
     from elastic_resume.config import Parser  # noqa: PLC0415
 
     parser = Parser(prog=f"{PROG} run", add_help=False, allow_abbrev=False)
-    default = os.environ.get("PET_NPROC_PER_NODE", "1")
+    in_file = file.settings.get("nproc-per-node")
+    default = os.environ.get("PET_NPROC_PER_NODE", in_file.text if in_file else "1")
     parser.add_argument("--nproc-per-node", "--nproc_per_node", nargs="?", const="1", default=default)
     workers = parser.parse_known_args(arguments)[0].nproc_per_node
     agent = os.getpid()

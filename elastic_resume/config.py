@@ -1,6 +1,7 @@
 """Parse the settings of one job on one node, and choose each value's source.
 
-An argument of `er.resume()` comes first, then a flag, the environment, the default.
+An argument of `er.resume()` comes first, then a flag, the environment, the file of ``--config``
+(`config_file`), the default.
 
 `OPTIONS` declares each setting once: its name, help, default, parser, and whether it has a flag. Each setting
 has a variable ELASTIC_RESUME_NAME. Every value is parsed here. A wrong value is a ConfigError of one or two
@@ -21,9 +22,10 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from elastic_resume import constants
+from elastic_resume import config_file, constants
+from elastic_resume.config_file import ConfigFile, Entry
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
 from elastic_resume.option import Option
@@ -38,12 +40,22 @@ DEFAULT_CKPT_DIR = "./checkpoints"
 DEFAULT_KEEP = 3  # MIN_KEEP + 1: one may be corrupt while another is written
 DEFAULT_STEP_MARK_S = 5.0  # a report dates the step that a failure interrupted with this precision
 MAX_MEMORY_BYTES = 2**60  # a larger value is surely a typo; this one fits every integer type in use
+DEFAULT = "default"
 AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
 """Settings that the agent's flags decide, and the script's arguments do not: see `Settings.for_worker`."""
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
     ("false", "no", "off", "0"), False
 )
+CONFIG_HELP = "YAML file with flags, settings, script, script-args and env; or ELASTIC_RESUME_CONFIG"
+SHOW_CONFIG_HELP = "print each setting with its source, and exit"
+# Flags of a command line that are no keys of a file.
+NO_KEYS = {"help", "help_all", "config", "show_config"}
+# torchrun's flags of several values.
+COMMA_KEYS = {
+    "rdzv-endpoint", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    "redirects", "tee", "signals-to-handle",
+}  # fmt: skip
 ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
@@ -273,14 +285,6 @@ OPTIONS = (
         details="use the same on all nodes",
     ),
     Option(
-        "hang-timeout",
-        "TIME",
-        "restart if a rank finishes no step for TIME; 0: off",
-        parse_duration,
-        has_flag=True,
-        default_help="30s, or ten times the longest step if that is more",
-    ),
-    Option(
         "grace",
         "TIME",
         "time for a worker to end before SIGKILL, in a drain",
@@ -370,25 +374,56 @@ FLAG_OPTIONS = tuple(option for option in OPTIONS if option.has_flag)
 OPTIONS_WITHOUT_FLAG = tuple(option for option in OPTIONS if option.help and not option.has_flag)
 
 
-def read_option(
-    option: Option, given: Mapping[str, Any], sources: Mapping[str, str], environ: Mapping[str, str]
-) -> Any:
-    """Return an option's parsed value: the given one, else the variable's, else the default.
+class GivenValue(NamedTuple):
+    """A setting's value, the source as an error names it, and the source in a word or two."""
+
+    value: Any
+    source: str
+    origin: str
+
+
+def find_value(
+    option: Option,
+    given: Mapping[str, Any],
+    sources: Mapping[str, str],
+    environ: Mapping[str, str],
+    file: Mapping[str, Entry] | None = None,
+) -> GivenValue:
+    """Return an option's value as it was given, the variable's, the file's, or the default.
 
     ``given`` has values by field: arguments of `er.resume()`, or flags. ``sources`` says for an error where
-    each came from.
+    each came from. ``file`` has the entries of `check_keys`.
     """
     value, source = given.get(option.field), sources.get(option.field, option.field)
-    if value is None or (value == "" and option.parse is validate_directory_name):
-        value, source = environ.get(option.variable) or option.default, option.variable
-    return None if value is None else option.parse(source, value)
+    if value is not None and not (value == "" and option.parse is validate_directory_name):
+        return GivenValue(value, source, source)
+    if environ.get(option.variable):
+        return GivenValue(environ[option.variable], option.variable, option.variable)
+    if file and option.field in file:
+        entry = file[option.field]
+        return GivenValue(entry.text, entry.source, entry.where)
+    return GivenValue(option.default, option.variable, DEFAULT)
+
+
+def read_option(
+    option: Option,
+    given: Mapping[str, Any],
+    sources: Mapping[str, str],
+    environ: Mapping[str, str],
+    file: Mapping[str, Entry] | None = None,
+) -> Any:
+    """Return an option's parsed value; see `find_value`."""
+    found = find_value(option, given, sources, environ, file)
+    return None if found.value is None else option.parse(found.source, found.value)
 
 
 def describe_missing_flag(name: str) -> str:
     """Return how to give a setting that has no flag; empty if there is no such setting."""
     variables = {option.field: option.variable for option in OPTIONS_WITHOUT_FLAG}
     variable = variables.get(name.replace("-", "_"))
-    return f"{name} has no flag: set {variable}." if variable else ""
+    if not variable:
+        return ""
+    return f"{name} has no flag: set {variable}, or write {name.replace('_', '-')} in the file of --config."
 
 
 def find_misspelled_variables(environ: Mapping[str, str]) -> list[str]:
@@ -505,8 +540,9 @@ class Settings:
         fallback = None if launcher == "none" or _UUID.fullmatch(launcher) else launcher
         path = Path(argv0)
         script = path.parent.name if path.name == "__main__.py" else argv0
+        file = _read_file_of_worker(environ)
         values = {
-            option.field: read_option(option, overrides, {}, environ)
+            option.field: read_option(option, overrides, {}, environ, file)
             for option in OPTIONS
             if option.field in _FIELDS
         }
@@ -526,6 +562,15 @@ class Settings:
 
 
 _FIELDS = tuple(field.name for field in fields(Settings))
+
+
+def _read_file_of_worker(environ: Mapping[str, str]) -> dict[str, Entry]:
+    """Read the settings of a file that no agent has read: under it they are variables already."""
+    path = environ.get(constants.ENV_CONFIG)
+    if not path or constants.ENV_AGENT_PID in environ:
+        return {}
+    actions = actions_by_flag(config_file.list_torchrun_flags())
+    return check_keys(config_file.read_file(path, environ), actions)
 
 
 # ---- flags ---------------------------------------------------------------------------------------------
@@ -568,9 +613,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add elastic_resume's flags to torchrun's parser, in their own group. None means not given."""
     group = parser.add_argument_group(
         "elastic_resume",
-        "A flag beats the environment (ELASTIC_RESUME_*, PET_*). An argument of er.resume() beats both, "
-        "except for ckpt-dir, rdzv-id and node-name. TIME is a number of seconds, or has a unit: 500ms, 30s, "
-        "5m, 1.5h. For --save-every and --snapshot-every a bare number is steps.",
+        "A flag beats the environment (ELASTIC_RESUME_*, PET_*), which beats the file of --config. An "
+        "argument of er.resume() beats them all, except for ckpt-dir, rdzv-id and node-name. TIME is a "
+        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every and --snapshot-every a "
+        "bare number is steps.",
     )
     for option in FLAG_OPTIONS:
         text = option.help + (f"; {option.details}" if option.details else "")
@@ -580,27 +626,143 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         else:
             text += f" (default {option.default_text})"
             group.add_argument(*names, help=text, metavar=option.metavar)
+    group.add_argument(config_file.FLAG, metavar="FILE", help=CONFIG_HELP)
+    group.add_argument("--show-config", "--show_config", action="store_true", help=SHOW_CONFIG_HELP)
+
+
+def check_keys(file: ConfigFile, actions: Mapping[str, argparse.Action]) -> dict[str, Entry]:
+    """Return the entries of a file by destination; ``actions`` are those of torchrun's parser, or of `run`.
+
+    Raises:
+        ConfigError: a key is unknown, or its value has the wrong form.
+
+    """
+    ours = {option.name: option for option in OPTIONS if option.help}
+    known = {
+        flag.removeprefix("--"): action
+        for flag, action in actions.items()
+        if flag.startswith("--") and "_" not in flag and action.dest not in NO_KEYS
+    }
+    entries = {}
+    for name, entry in file.settings.items():
+        if name not in ours and name not in known:
+            names = [*ours, *known, config_file.SCRIPT, config_file.SCRIPT_ARGS, config_file.ENV]
+            similar = " Write rdzv-id." if name == "run-id" else suggest_similar(name, names)
+            raise ConfigError(
+                f"{entry.where}: unknown key {entry.key!r}.{similar} (keys are flags without dashes; see "
+                "elastic-resume run --help-all)"
+            )
+        has_commas = name in COMMA_KEYS or (name in ours and (ours[name].metavar or "").endswith(",..."))
+        allowed = {
+            "scalar",
+            *(["sequence"] if has_commas else []),
+            *(["mapping"] if name == "rdzv-conf" else []),
+        }
+        if entry.shape not in allowed:
+            raise ConfigError(f"{entry.source} is a {entry.shape}: write one value.")
+        if name in ours:
+            ours[name].parse(entry.source, entry.text)
+        elif known[name].nargs == 0:
+            parse_switch(entry.source, entry.text)
+        entries[name.replace("-", "_")] = entry
+    _check_variables(file.env)
+    return entries
+
+
+def _check_variables(env: Mapping[str, Entry]) -> None:
+    """Refuse variables of the workers that are settings, or that an agent sets."""
+    keys = {option.variable: option.name for option in OPTIONS if option.help}
+    keys[constants.ENV_RUN_ID] = "rdzv-id"
+    for name, entry in env.items():
+        key = keys.get(name) or (name[4:].lower().replace("_", "-") if name.startswith("PET_") else "")
+        if key:
+            raise ConfigError(f"{entry.source}: write {key}: at the top of the file instead.")
+        if name in {*_AGENT_VARIABLES, constants.ENV_CONFIG}:
+            raise ConfigError(f"{entry.source} is no setting: an agent sets it. Remove it.")
+
+
+def parse_given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """Parse the flags; return those that are given, by destination, and whether a script is.
+
+    Raises:
+        ConfigError: they are wrong, apart from a missing script.
+
+    """
+    missing = object()
+    dests = {action.dest for action in actions_by_flag(parser).values()}
+
+    def parse(words: Sequence[str]) -> dict[str, Any]:
+        args = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(dests, missing)))
+        return {dest: value for dest in dests if (value := getattr(args, dest)) is not missing}
+
+    try:
+        return parse(argv), True
+    except ConfigError:
+        with contextlib.suppress(ConfigError):
+            return parse([*argv, config_file.SCRIPT]), False
+        raise
 
 
 def parse_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[argparse.Namespace, set[str]]:
-    """Parse the flags, and read every setting of ours.
+    """Parse the flags and the file of ``--config``, and read every setting of ours.
 
-    Returns the values, and the names of those given by flag; the others come from the environment or are
-    defaults. Our settings are parsed, and torchrun's are as its parser returns them. ``args.run_id`` and
-    ``args.node_name`` are None if not given. ``args.sources`` has the flag of each given value.
+    Returns the values, and the names of those given by flag or file; the others come from the environment or
+    are defaults. Our settings are parsed, and torchrun's are as its parser returns them. ``args.run_id`` and
+    ``args.node_name`` are None if not given. ``args.sources`` says for an error where each given value is,
+    ``args.origins`` has the text and the source of each given value of flag, variable or file, and
+    ``args.file`` is the `ConfigFile`.
     """
-    missing = object()
-    dests = {action.dest for action in actions_by_flag(parser).values()}
-    flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(dests, missing)))
-    given = {dest for dest in dests if getattr(flags, dest) is not missing}
-    args = parser.parse_args(argv)
-    values = {option.field: getattr(args, option.field) for option in FLAG_OPTIONS if option.field in given}
-    sources = {dest: f"--{dest.replace('_', '-')}" for dest in given}
-    if "rdzv_id" in given:
+    flags, has_script = parse_given(parser, argv)
+    path = flags["config"] if "config" in flags else environ.get(constants.ENV_CONFIG) or None
+    file = ConfigFile() if path is None else config_file.read_file(path, environ)
+    entries = check_keys(file, actions_by_flag(parser))
+    sources = {dest: f"--{dest.replace('_', '-')}" for dest in flags}
+    words = _list_torchrun_words(parser, entries)
+    for dest in [dest for dest in words if dest in flags or f"PET_{dest.upper()}" in environ]:
+        words[dest] = ""
+        if dest != "rdzv_conf":
+            del entries[dest]
+    if not has_script and file.script is not None:
+        argv = [*argv, file.script.text, *(entry.text for entry in file.script_args)]
+        sources["training_script"] = file.script.where
+    elif not has_script and path is not None:
+        raise ConfigError(
+            f"{path} names no script: write script: train.py in it, or name it behind the flags."
+        )
+    args = parser.parse_args([*filter(None, words.values()), *argv])
+    if "rdzv_conf" in entries and not words["rdzv_conf"]:
+        # One key of a flag leaves the file's other keys, such as the secret.
+        args.rdzv_conf = f"{entries['rdzv_conf'].text},{args.rdzv_conf}".rstrip(",")
+    values = {option.field: flags[option.field] for option in FLAG_OPTIONS if option.field in flags}
+    if "rdzv_id" in flags:
         values["run_id"], sources["run_id"] = args.rdzv_id, sources["rdzv_id"]
+    of_file = {**entries, **({"run_id": entries["rdzv_id"]} if "rdzv_id" in entries else {})}
+    args.origins = {}
     for option in OPTIONS:
-        setattr(args, option.field, read_option(option, values, sources, environ))
-    args.sources = sources
-    return args, given
+        found = find_value(option, values, sources, environ, of_file)
+        args.origins[option.field] = (found.value, found.origin)
+        setattr(args, option.field, None if found.value is None else option.parse(found.source, found.value))
+    args.sources = {**{dest: entry.source for dest, entry in entries.items()}, **sources}
+    args.file, args.file_entries = file, entries
+    return args, flags.keys() | entries.keys()
+
+
+def _list_torchrun_words(parser: argparse.ArgumentParser, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return a word for each entry of torchrun's flags; empty for a switch that is off."""
+    ours = {option.field for option in OPTIONS}
+    words = {}
+    for dest, entry in entries.items():
+        if dest in ours:
+            continue
+        flag = f"--{dest.replace('_', '-')}"
+        is_switch = actions_by_flag(parser)[flag].nargs == 0
+        words[dest] = f"{flag}={entry.text}"
+        if is_switch:
+            words[dest] = flag if parse_switch(entry.source, entry.text) else ""
+        try:
+            parser.parse_known_args([*filter(None, [words[dest]]), config_file.SCRIPT])
+        except ConfigError as error:
+            raise ConfigError(f"{entry.where}: {error}") from error
+    return words

@@ -18,12 +18,14 @@ Lines do not reach handlers of the root logger: set ``propagate`` to true on thi
 `logging.config.dictConfig` silences the loggers that exist before it: give it
 ``disable_existing_loggers=False``, or call it before `elastic_resume.resume`.
 
-`ByteProgress` logs the progress of a restore or a commit that takes longer than 2 s.
+`ByteProgress` logs the progress of a restore or a commit that takes longer than 2 s. `show_progress` is for
+commands, which have the terminal for themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import stat
@@ -40,7 +42,7 @@ from elastic_resume.units import format_bytes
 PACKAGE_LOGGER = logging.getLogger("elastic_resume")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LONG_OPERATION_S = 2.0
-REPEAT_S = 30.0
+REPEAT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -154,16 +156,25 @@ class ByteProgress:
     the operation may stand still.
     """
 
-    def __init__(self, what: str, total_bytes: int, read_done: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        total_bytes: int,
+        read_done: Callable[[], int] | None = None,
+        write: Callable[[str], object] | None = None,
+    ) -> None:
         """Prepare it.
 
         Args:
             what: names the operation, as "reading step 8 from the checkpoint of node a".
             total_bytes: bytes of the whole operation.
             read_done: returns how many bytes are done, in any thread; default is those that `track` counts.
+            write: gets each line; default is the log.
 
         """
         self._what = what
+        self._is_shown = write is not None or logger.isEnabledFor(logging.INFO)
+        self._write = write or logger.info
         self._total_bytes = total_bytes
         self._tracked_bytes = 0
         self._read_done = read_done or (lambda: self._tracked_bytes)
@@ -172,7 +183,7 @@ class ByteProgress:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> ByteProgress:  # noqa: PYI034 - typing.Self needs Python 3.11
-        if logger.isEnabledFor(logging.INFO):
+        if self._is_shown:
             self._thread = threading.Thread(target=self._run, name="elastic-resume-progress", daemon=True)
             self._thread.start()
         return self
@@ -189,15 +200,56 @@ class ByteProgress:
             self._tracked_bytes += piece.nbytes
 
     def _run(self) -> None:
-        if self._ended.wait(LONG_OPERATION_S):
+        self._ended.wait(LONG_OPERATION_S)
+        if time.monotonic() - self._started_at < LONG_OPERATION_S:
             return
-        logger.info(f"{self._what}: {self._describe()}")
+        self._write(f"{self._what}: {self._describe()}")
         while not self._ended.wait(REPEAT_S):
-            logger.info(f"{self._what}: {self._describe()}")
-        logger.info(f"{self._what}: ended, {self._describe()}")
+            self._write(f"{self._what}: {self._describe()}")
+        self._write(f"{self._what}: ended, {self._describe()}")
 
     def _describe(self) -> str:
-        seconds = time.monotonic() - self._started_at
+        seconds = max(time.monotonic() - self._started_at, 1e-3)
         done = min(self._read_done(), self._total_bytes)
-        speed = format_bytes(round(done / max(seconds, 1e-3)))
-        return f"{format_bytes(done)} of {format_bytes(self._total_bytes)} in {seconds:.1f} s ({speed}/s)"
+        left = self._total_bytes - done
+        left_text = f", {left * seconds / done:.0f} s left" if done and left else ""
+        return (
+            f"{format_bytes(done)} of {format_bytes(self._total_bytes)} in {seconds:.1f} s "
+            f"({format_bytes(round(done / seconds))}/s{left_text})"
+        )
+
+
+@contextlib.contextmanager
+def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Show how far a command is, on standard error, if it takes longer than 2 s.
+
+    On a terminal it is a bar, if tqdm is installed; elsewhere a line a minute. Yield a function that gets the
+    number of bytes that are done.
+    """
+    if sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
+        from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415  few commands take long
+
+        tqdm.set_lock(threading.RLock())  # tqdm's own spans processes
+        with tqdm(
+            desc=what,
+            total=total_bytes,
+            unit="B",
+            unit_scale=True,
+            delay=LONG_OPERATION_S,
+            leave=False,
+            dynamic_ncols=True,
+        ) as bar:
+            yield lambda done: bar.update(done - bar.n)
+        return
+    done_bytes = 0
+
+    def set_done(done: int) -> None:
+        nonlocal done_bytes
+        done_bytes = done
+
+    def write(line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+
+    with ByteProgress(what, total_bytes, lambda: done_bytes, write):
+        yield set_done

@@ -22,6 +22,7 @@ ENV_PREFIX = "ELASTIC_RESUME_"  # before the name of each setting in config.py
 ENV_CKPT_DIR = "ELASTIC_RESUME_CKPT_DIR"  # (user) root of all checkpoints
 ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"  # (user) this node's name
+ENV_CONFIG = "ELASTIC_RESUME_CONFIG"  # (user) the file of --config
 ENV_PROVE = "ELASTIC_RESUME_PROVE"  # (user) when to prove a resume
 ENV_NODE_TIMEOUT = "ELASTIC_RESUME_NODE_TIMEOUT"  # (user) TIME after which an unreachable node is lost
 ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two `step` events of a rank
@@ -56,6 +57,7 @@ ENV_LAUNCH = "ELASTIC_RESUME_LAUNCH"  # "CALL,RESULTS": the agent's descriptors 
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) signals that drain a node, with commas
 ENV_GRACE = "ELASTIC_RESUME_GRACE"  # (user) TIME between SIGTERM and SIGKILL; in seconds for supervisors
 ENV_TERMINATION_GRACE_S = "ELASTIC_RESUME_TERMINATION_GRACE_S"  # (user) a pod's terminationGracePeriodSeconds
+ENV_EXCLUDED_DIR = "ELASTIC_RESUME_EXCLUDED_DIR"  # of train.sbatch: a node that is excluded leaves a file
 ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size limit of ENV_CKPT_DIR's volume: 4Gi
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ ----------------------------------------------------------
@@ -71,6 +73,7 @@ IDENTITY_FILE = "identity.json"  # a random id that distinguishes nodes of the s
 ENUMERATE_HINT_FILE = "enumerate-hint"  # empty: the log has said what enumerate() does in a resumed epoch
 SAVED_FOLDERS_FILE = "accelerate-folders.json"  # directories in which accelerator.save_state() wrote
 LOGGER_VERSIONS_FILE = "lightning-versions.json"  # the versions of the Trainer's loggers
+SETTINGS_FILE = "settings.yaml"  # the settings of the last start, each with its source
 PROGRESS_FILE = "progress"  # memory-mapped: the last step each local rank finished
 QUARANTINE_DIR = "quarantine"  # checkpoints that failed verification, kept for a person
 HANGS_DIR = "hangs"  # one file per hang: the stacks of all ranks of the node

@@ -274,6 +274,12 @@ class DivergenceError(ElasticResumeError):
     """
 
 
+MIXED_HARDWARE_HINT = (
+    "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, "
+    "and one node's values count at each resume."
+)
+
+
 class NotProvedError(ElasticResumeError):
     """A resume computed the newest steps again, and the result differs from what the run had computed.
 

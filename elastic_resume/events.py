@@ -15,7 +15,8 @@ A ``reason``, a ``decision`` and the ``cause`` of a failure are facts in the for
 
 Kinds, their writers and their own fields (each package in `mechanisms` describes its own)::
 
-    agent-start           agent      run_id, command, min_nodes, max_nodes, local_world_size
+    agent-start           agent      run_id, command, min_nodes, max_nodes, local_world_size,
+                                     settings [text] (those that are no default, with their sources)
     generation-start      agent      generation, node_rank, num_nodes; workers are about to start
     rendezvous            agent      what (leading, lost, view-ended, waiting, spare, ...), generation (if
                                      known), reason, message

@@ -28,7 +28,7 @@ def measure(training: Training, directory: Path, rounds: int, steps: int) -> dic
     clock.block(clock.off, 1)
     copy = Copy(training.tensors)
     copy()
-    taken = clock.on._snapshot_scheduler.snapshotter  # noqa: SLF001  there is no public name
+    taken = clock.on._generation.snapshot_scheduler.snapshotter  # noqa: SLF001  there is no public name
     with_, without, copies, thread = [], [], [], []
     for _ in range(rounds):
         with_ += clock.block(clock.on, steps)

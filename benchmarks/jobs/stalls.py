@@ -126,7 +126,7 @@ def first_steps(clock: Clock) -> dict[str, Any]:
     steps, taken = [], None
     for number in range(FIRST_STEPS):
         steps.append(clock.step(clock.on))
-        if taken is None and clock.on._snapshot_scheduler.snapshotter.snapshot_id:  # noqa: SLF001  there is no public name
+        if taken is None and clock.on._generation.snapshot_scheduler.snapshotter.snapshot_id:  # noqa: SLF001  there is no public name
             taken = number + 1
     return {
         "commit_s": [s["commit"] for s in steps],
@@ -155,11 +155,11 @@ def measure(training: Training, directory: Path, rounds: int, steps: int) -> dic
             for name, seconds in timings.items():
                 calls[name].append(seconds)
     bare = statistics.median(step["commit"] for step in without)
-    taken = clock.on._snapshot_scheduler.snapshotter  # noqa: SLF001
+    taken = clock.on._generation.snapshot_scheduler.snapshotter  # noqa: SLF001
     return {
         "bytes": training.bytes,
         "tensors": len(training.tensors),
-        "slots": clock.on._snapshot_scheduler._slot_client.slot_count,  # noqa: SLF001
+        "slots": clock.on._generation.snapshot_scheduler._slot_client.slot_count,  # noqa: SLF001
         "problem": taken.problem,
         "first": first,
         "stall_s": spread([step["commit"] - bare + step["barrier"] for step in with_]),

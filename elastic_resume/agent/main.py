@@ -34,7 +34,7 @@ from elastic_resume.agent.workers.forkserver_manager import (
     find_start_hook,
 )
 from elastic_resume.agent.workers.lease_page import LeasePage
-from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets
+from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets, record_settings
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
 from elastic_resume.events import EventLog
@@ -46,6 +46,7 @@ from elastic_resume.policy.wording import describe, describe_memory
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import fetch_status
+from elastic_resume.schedulers import slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.units import format_count
@@ -182,6 +183,7 @@ class _Agent:
 
     def _log_start(self) -> None:
         launch = self.spec.config
+        record_settings(self.node_dir.path, self.args.settings_text)
         self.event_log.emit(
             "agent-start",
             run_id=launch.run_id,
@@ -189,6 +191,7 @@ class _Agent:
             min_nodes=launch.min_nodes,
             max_nodes=launch.max_nodes,
             local_world_size=launch.nproc_per_node,
+            settings=self.args.given_settings,
         )
         count = format_count(launch.nproc_per_node, "worker")
         logger.info("job %s: %s on this node, checkpoints in %s", launch.run_id, count, self.node_dir.path)
@@ -293,6 +296,8 @@ class _Agent:
             text = self.shutdown_controller.describe()
             return _Outcome("signalled", exit_code, text, Signalled(stop.signal.name, stop.cause))
         except NodeExcludedError as error:
+            if directory := os.environ.get(constants.ENV_EXCLUDED_DIR):
+                slurm.record_excluded_node(directory, os.environ.get("SLURMD_NODENAME", ""))
             return _Outcome("left", constants.EXIT_REQUEUE, str(error), error.reason)
         except ConfigError as error:  # only the rendezvous can check some flags
             return _Outcome("failed", constants.EXIT_USAGE, str(error), _find_reason(error))
@@ -380,6 +385,7 @@ def _set_environment(
     """Set the variables that workers and supervisors inherit."""
     os.environ.update(settings.to_env())
     os.environ.pop(constants.ENV_FORK_SERVER, None)  # set where this agent runs inside another one's worker
+    os.environ.pop(constants.ENV_CONFIG, None)  # already read; a job that a worker starts is another one
     os.environ.pop(constants.ENV_TOKEN, None)  # already read; the training script must not see it
     os.environ[constants.ENV_AGENT_PID] = str(os.getpid())
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)

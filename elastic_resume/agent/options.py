@@ -66,9 +66,11 @@ class FilledOptions:
 
 
 def fill_from_scheduler(
-    args: argparse.Namespace, given_flags: set[str], context: SchedulerContext
+    args: argparse.Namespace, given_flags: set[str], context: SchedulerContext, *, share_token: bool = True
 ) -> FilledOptions:
     """Fill in the flags of ``args`` that are not in ``given_flags``.
+
+    Without ``share_token`` no file is touched.
 
     Raises:
         ConfigError: the scheduler's variables, or the shared directory, cannot be used.
@@ -93,7 +95,8 @@ def fill_from_scheduler(
         args.local_addr = context.address
     if context.scheduler in {"kubernetes", "pet"}:
         return FilledOptions({"last_call_timeout": POD_LAST_CALL_TIMEOUT})
-    shared_dir = _share_token_in_slurm(args, context) if context.scheduler == "slurm" else None
+    is_slurm = context.scheduler == "slurm"
+    shared_dir = _share_token_in_slurm(args, context) if is_slurm and share_token else None
     token_conf = {} if shared_dir is None else {"token_file": str(shared_dir.token_path)}
     return FilledOptions(token_conf, shared_dir)
 
@@ -117,15 +120,15 @@ def _share_token_in_slurm(args: argparse.Namespace, scheduler_context: Scheduler
 # ---- checking ----------------------------------------------------------------------------------------
 
 
-def parse_nnodes(text: str) -> tuple[int, int]:
+def parse_nnodes(text: str, source: str = "--nnodes") -> tuple[int, int]:
     """Parse ``--nnodes`` into the smallest and the greatest number of nodes."""
     match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
-        raise ConfigError(f"--nnodes is {text!r}: write N or MIN:MAX with 1 <= MIN <= MAX.")
+        raise ConfigError(f"{source} is {text!r}: write N or MIN:MAX with 1 <= MIN <= MAX.")
     if high > constants.MAX_NODES:
         # A message with larger views may exceed the limit of the wire protocol, and every node would drop it.
-        raise ConfigError(f"--nnodes is {text!r}: write a MAX of at most {constants.MAX_NODES}.")
+        raise ConfigError(f"{source} is {text!r}: write a MAX of at most {constants.MAX_NODES}.")
     return low, high
 
 
@@ -136,6 +139,7 @@ def check_torchrun_values(args: argparse.Namespace) -> None:
         if not re.fullmatch(pattern, text):
             source = args.sources.get(dest, f"PET_{dest.upper()}")
             raise ConfigError(f"{source} is {text[:200]!r}: torchrun takes {form}.")
+    parse_nnodes(args.nnodes, args.sources.get("nnodes", "--nnodes"))
     if not 0 <= (args.master_port or 0) <= MAX_PORT:
         source = args.sources.get("master_port", "PET_MASTER_PORT")
         raise ConfigError(f"{source} is {args.master_port}: torchrun takes a port, 0 to {MAX_PORT}.")
@@ -183,22 +187,27 @@ def cold_start_reason(args: argparse.Namespace, entrypoint: object) -> str:
 
 def check_script(args: argparse.Namespace) -> None:
     """Raise ConfigError unless the training script, module or program exists."""
-    script = args.training_script
+    script, source = args.training_script, args.sources.get("training_script")
+    where = f"{source}: " if source else ""
     if args.no_python and not args.run_path:
         if shutil.which(script) is None:
-            raise ConfigError(f"there is no program {script!r} on PATH that can be run (--no-python).")
+            raise ConfigError(f"{where}there is no program {script!r} on PATH that can be run (--no-python).")
     elif args.module:
         top = script.partition(".")[0]
         # `python -m` searches the working directory too.
         spec = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
         if spec is None and top not in sys.builtin_module_names and "PYTHON_EXEC" not in os.environ:
             raise ConfigError(
-                f"there is no module {top!r} in {Path.cwd()} or on Python's path (-m {script})."
+                f"{where}there is no module {top!r} in {Path.cwd()} or on Python's path (-m {script})."
             )
     elif not os.access(script, os.R_OK):
-        raise ConfigError(f"there is no training script {script[:200]!r} in {Path.cwd()} that can be read.")
+        raise ConfigError(
+            f"{where}there is no training script {script[:200]!r} in {Path.cwd()} that can be read."
+        )
     elif Path(script).is_dir() and not (Path(script) / "__main__.py").is_file():
-        raise ConfigError(f"the training script {script[:200]!r} is a directory without a __main__.py.")
+        raise ConfigError(
+            f"{where}the training script {script[:200]!r} is a directory without a __main__.py."
+        )
 
 
 def identify_script(script: str) -> str:

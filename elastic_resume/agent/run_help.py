@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic_resume import config
+from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
 from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
 from elastic_resume.report.formatting import write_stdout
 
@@ -43,13 +44,15 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
     "checkpoints": ("ckpt-dir", "save-every", "snapshot-every", "keep", "resume"),
     "recovery": (
         ("--max-restarts N", "end the job after N restarts (default: no limit)"),
-        "hang-timeout",
+        *(option.name for option in MECHANISM_OPTIONS if option.has_flag),
         "grace",
         "prove",
     ),
     "other": (
         "metrics",
         "quiet",
+        ("--config FILE", "YAML file with flags, settings and the script"),
+        ("--show-config", "print each setting with its source, and exit"),
         ("-h, --help", "print this and exit"),
         ("--help-all", "print all of torchrun's flags and all settings"),
     ),
@@ -120,8 +123,9 @@ def format_help() -> str:
         *(line for title, entries in GROUPS.items() for line in ("", f"{title}:", *_format_group(entries))),
         "",
         "TIME is seconds, or 500ms, 30s, 5m, 1.5h. A bare N of --save-every is steps.",
-        "A setting of ours is a flag (--keep 5) or a variable (ELASTIC_RESUME_KEEP=5).",
-        "A flag beats the variable. An argument of er.resume() (keep=5) beats both.",
+        "A setting of ours is a flag (--keep 5), a variable (ELASTIC_RESUME_KEEP=5) or a",
+        "line of the --config file (keep: 5), in this order. An argument of er.resume()",
+        "(keep=5) beats them all.",
         f"Settings without a flag: {PROG} --help-all",
         "",
     ])  # fmt: skip

@@ -462,7 +462,7 @@ def prepare_launch(
     options.check_script(args)
     args.rdzv_id = run_id
     args.rdzv_conf = args.rdzv_conf.strip("'\"")  # no shell has removed them from a YAML list of arguments
-    given_flags = _list_given_flags(args, given_flags, scheduler_context)
+    given_flags = list_given_flags(args, given_flags, scheduler_context)
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
     least, most = options.parse_nnodes(args.nnodes)
     os.environ[constants.ENV_FIXED_NODES] = str(int(least == most))
@@ -517,7 +517,7 @@ def prepare_launch(
         )
 
 
-def _list_given_flags(
+def list_given_flags(
     args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
 ) -> set[str]:
     """Return the flags that the command line or a user's ``PET_*`` variable gives a value."""

@@ -335,6 +335,12 @@ def record_script_arguments(
         disk.write_atomic(node_dir / SCRIPT_ARGUMENTS_FILE, data.encode())
 
 
+def record_settings(node_dir: Path, text: str) -> None:
+    """Record the settings of this start for people; they have no secret. Ignore a failing disk."""
+    with contextlib.suppress(OSError):
+        (node_dir / constants.SETTINGS_FILE).write_bytes(text.encode(errors="replace"))
+
+
 def mask_secrets(arguments: Sequence[str]) -> list[str]:
     """Mask the values of arguments with secret names.
 

@@ -184,15 +184,15 @@ def quick_check(path: Path, run_id: str | None) -> Manifest:
             return manifest
 
 
+def _ignore_progress(_: int) -> None:
+    pass
+
+
 def deep_check(path: Path, run_id: str | None) -> Manifest:
     """Run `quick_check`, then read everything and verify every digest and the layout."""
     manifest = quick_check(path, run_id)
     map_image(path, manifest)
     return manifest
-
-
-def _ignore_progress(_: int) -> None:
-    pass
 
 
 def read_image(
@@ -239,14 +239,16 @@ def read_image(
     return image
 
 
-def map_image(path: Path, manifest: Manifest) -> memoryview:
+def map_image(
+    path: Path, manifest: Manifest, on_verified: Callable[[int], object] = _ignore_progress
+) -> memoryview:
     """Map the image privately and verify every byte, for tensors that are copied at once.
 
     A mapping avoids the first touch of new memory, the greatest cost of a load. Do not keep it: a page that
     memory pressure evicts is read again without verification. Use `read_image` for data that stays.
     """
     mapping = map_unverified(path, manifest)
-    verify_mapping(path, manifest, mapping)
+    verify_mapping(path, manifest, mapping, on_verified)
     return memoryview(mapping)
 
 

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ import psutil
 from elastic_resume import __version__, console, constants, gpus, linux, machine
 from elastic_resume.checkpoint import dir_lock
 from elastic_resume.checkpoint.atomic_io import DISK
+from elastic_resume.commands.job_file import Row
 from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
 from elastic_resume.errors import ConfigError, MachineError
 from elastic_resume.rendezvous.net.protocol import load_token
@@ -40,7 +41,6 @@ from elastic_resume.schedulers.environment import SchedulerContext
 TORCH_TIMEOUT_S = 60.0
 MIN_LOCKED_BYTES = 1 << 30
 NO_PROBLEM = "Nothing found that would make a start fail."
-CHECKED = "Checked: a start of `elastic-resume run` here, without flags."
 INFINIBAND_DIR = Path("/sys/class/infiniband")
 NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TORCH_PROBE = "import torch; print(torch.__version__, torch.cuda.device_count())"
@@ -61,26 +61,32 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="show what a start here would take from scheduler and machine",
-        description="Shows what a start of run without flags would take from its environment here. It takes "
-        "no flags of run.",
+        description="Shows what a start of run would take from its environment here, without flags or with a "
+        "file of --config. It takes no other flags of run.",
     )
     parser.add_argument("--ckpt-dir", metavar="DIR", help="as for run")
+    parser.add_argument("--config", metavar="FILE", help="check this file of run --config too")
     parser.set_defaults(function=doctor)
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Print the findings; exit code 1 if a start without flags would fail."""
     context = _add_deadline(environment.read_context(os.environ))
+    path = args.config or os.environ.get(constants.ENV_CONFIG, "")
+    rows, file_findings = check_config(path, args.read_config) if path else ({}, [])
     # As many workers as GPUs (auto) count as one here, which never is too many.
-    workers = int(context.workers_per_node) if context.workers_per_node.isdecimal() else 1
+    given_workers = rows.get("nproc-per-node", context.workers_per_node)
+    workers = int(given_workers) if given_workers.isdecimal() else 1
     findings = [
         *check_scheduler(context),
+        *file_findings,
         *check_settings(os.environ),
-        *check_machine(args.ckpt_dir, os.environ, workers),
+        *check_machine(args.ckpt_dir or rows.get("ckpt-dir"), os.environ, workers),
         *check_installation(workers),
     ]
+    flags = f"with --config {path}" if path else "without flags"
     problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
-    write_stdout(format_findings(findings, problems) + "\n")
+    write_stdout(format_findings(findings, problems, flags) + "\n")
     return constants.EXIT_JOB_ERROR if problems else constants.EXIT_SUCCESS
 
 
@@ -92,7 +98,7 @@ def _add_deadline(context: SchedulerContext) -> SchedulerContext:
     return replace(context, deadline=deadline, sources={**context.sources, "deadline": "squeue"})
 
 
-def format_findings(findings: list[Finding], problems: list[str]) -> str:
+def format_findings(findings: list[Finding], problems: list[str], flags: str = "without flags") -> str:
     """Format the problems, or that there are none, the findings as a table, and what was checked."""
     name_width = max(len(finding.name) for finding in findings)
     value_width = min(52, max(len(finding.value) for finding in findings))
@@ -100,8 +106,9 @@ def format_findings(findings: list[Finding], problems: list[str]) -> str:
         f"{finding.name:<{name_width}}  {finding.value:<{value_width}}  {finding.source}".rstrip()
         for finding in findings
     ]
-    header = "A start without flags would fail here:" if problems else NO_PROBLEM
-    return "\n".join([header, *(f"  - {problem}" for problem in problems), "", *lines, "", CHECKED])
+    header = f"A start {flags} would fail here:" if problems else NO_PROBLEM
+    checked = f"Checked: a start of `elastic-resume run` here, {flags}."
+    return "\n".join([header, *(f"  - {problem}" for problem in problems), "", *lines, "", checked])
 
 
 # ---- checks --------------------------------------------------------------------------------------------
@@ -144,6 +151,17 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         sources["scheduler"] = "PET_* variables, as Kubeflow sets them"
     sources |= context.sources
     return [Finding(name, value, sources.get(name, "")) for name, value in values.items() if value]
+
+
+def check_config(path: str, read_config: Callable[[str], list[Row]]) -> tuple[dict[str, str], list[Finding]]:
+    """Return what a file of ``--config`` gives, and a finding for each of its settings, or for its error."""
+    try:
+        rows = read_config(path)
+    except (ConfigError, ImportError) as error:
+        return {}, [Finding("config", path, "--config", str(error).rstrip("."))]
+    given = [row for row in rows if row.key and row.origin.startswith(f"{path}:")]
+    findings = [Finding(row.key, row.text[:200], row.origin) for row in given]
+    return {row.key: row.text for row in given}, findings
 
 
 def check_settings(environ: Mapping[str, str]) -> list[Finding]:

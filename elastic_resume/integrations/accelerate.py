@@ -201,7 +201,7 @@ class _Methods:
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Register what the run tracks; refuse an object that would not be restored."""
-        tracked = {id(item) for item in self._run._tracked.values()}  # noqa: SLF001  not for scripts
+        tracked = {id(item) for item in self._run._generation.tracked.values()}  # noqa: SLF001  not for scripts
         if not all(id(state_dict.unwrap(item)) in tracked for item in objects):
             raise UsageError(
                 "accelerator.register_for_checkpointing() was called after prepare(), so the object would "

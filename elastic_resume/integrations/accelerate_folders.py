@@ -59,8 +59,8 @@ class SavedFolders(RankState):
         self._logged: set[str] = set()
         self._busy = contextlib.ExitStack()
         run._script_hooks.add(self._begin)  # noqa: SLF001  not for scripts, as below
-        run._rank_values.append(self)  # noqa: SLF001
-        self._context = run._context  # noqa: SLF001
+        run._generation.rank_values.append(self)  # noqa: SLF001
+        self._context = run._generation.context  # noqa: SLF001
         self._known_file = self._context.node_dir / constants.SAVED_FOLDERS_FILE
         gathered = self._context.collectives.gather(self._read_known())
         self._bases = {Path(base) for bases in gathered for base in bases}
@@ -138,13 +138,13 @@ class SavedFolders(RankState):
 
     @property
     def _step(self) -> int:
-        return self._run._progress.position.step  # noqa: SLF001  a script that reads it is noted
+        return self._run._generation.progress.position.step  # noqa: SLF001  a script that reads it is noted
 
     def _is_over(self) -> bool:
         """Return whether the loop over epochs has ended."""
         run = self._run
-        is_loop = self._has_begun and run._first_steps.is_loop_over_epochs  # noqa: SLF001
-        return run._closed or (is_loop and not run._unfinished_loop)  # noqa: SLF001
+        is_loop = self._has_begun and run._generation.first_steps.is_loop_over_epochs  # noqa: SLF001
+        return run._open is None or (is_loop and not run._generation.unfinished_loop)  # noqa: SLF001
 
     def _log_once(self, text: str) -> None:
         if self._run.rank == 0 and text not in self._logged:
@@ -168,12 +168,12 @@ class SavedFolders(RankState):
             with translate_os_errors("write", self._known_file):
                 self._known_file.write_text(json.dumps(sorted(map(str, self._bases))))
             lost_steps.forget(base)
-        progress = self._run._progress  # noqa: SLF001
+        progress = self._run._generation.progress  # noqa: SLF001
         after = 2 if self.is_in_step else progress.has_no_batch_left
         lost_steps.note(base, name, 2 * self._step + after)
 
     def _set_aside(self) -> None:
-        position = self._run._progress.position  # noqa: SLF001
+        position = self._run._generation.progress.position  # noqa: SLF001
         order = 2 * position.step + (position.step_in_epoch == 0)
         if self._context.is_local_leader:
             for base in self._bases:

@@ -74,7 +74,7 @@ class Loggers(RankState):
     def begin_generation(self, run: Run) -> None:
         """Continue from the restored state. Called on all ranks; processes may have stayed."""
         self._run = run
-        self._is_local_leader = run._context.is_local_leader  # noqa: SLF001  not for scripts
+        self._is_local_leader = run._generation.context.is_local_leader  # noqa: SLF001  not for scripts
         if run.rank:
             return
         self._note(self._read_versions())
@@ -91,7 +91,7 @@ class Loggers(RankState):
         """The place of the present state: twice the step, or one more at the end of its epoch."""
         if self._run is None:
             return 0
-        position = self._run._progress.position  # noqa: SLF001
+        position = self._run._generation.progress.position  # noqa: SLF001
         return 2 * position.step + (position.step_in_epoch == 0)
 
     def read_own(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def record(run: Run, **values: Any) -> None:
     If the disk fails, a start with another number of ranks is refused for its order of samples, and another
     start of a finished job measures anew.
     """
-    context = run._context  # noqa: SLF001
+    context = run._generation.context  # noqa: SLF001
     path = context.node_dir / TRAINER_FILE
     before = node_dir.read_json(path) or {}
     if context.is_local_leader and before != {**before, **values}:
@@ -75,7 +75,7 @@ def measured(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_finished(run: Run) -> dict[str, Any]:
     """Return what the start that finished the training has recorded, or nothing."""
-    path = run._context.node_dir / TRAINER_FILE  # noqa: SLF001
+    path = run._generation.context.node_dir / TRAINER_FILE  # noqa: SLF001
     finished: dict[str, Any] = (node_dir.read_json(path) or {}).get("finished") or {}
     kinds = {"step": int, "metrics": dict, "callbacks": dict, "logged": list}
     is_whole = isinstance(finished, dict) and all(isinstance(finished.get(n), k) for n, k in kinds.items())
@@ -101,5 +101,5 @@ def set_position(run: Run, batches: GlobalBatches, step: int) -> None:
     epoch, within = divmod(step, batches.steps)
     per_epoch = sum(map(batches.samples, range(batches.steps)))
     samples = epoch * per_epoch + sum(map(batches.samples, range(within)))
-    run._progress.position = Position(epoch, within, step, samples)  # noqa: SLF001
-    run._random_numbers.start_at(step)  # noqa: SLF001
+    run._generation.progress.position = Position(epoch, within, step, samples)  # noqa: SLF001
+    run._generation.random_numbers.start_at(step)  # noqa: SLF001

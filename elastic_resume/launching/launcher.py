@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO, TypeVar
 
-from elastic_resume import config, constants, errors, linux
+from elastic_resume import config, config_file, constants, errors, linux
 from elastic_resume.errors import ConfigError, LaunchError, UsageError
 from elastic_resume.launching import call_memory
 from elastic_resume.launching.call_memory import LaunchEnd, Result
@@ -82,7 +82,7 @@ def launch(function: Callable[..., T], args: Sequence[Any] = (), **settings: Any
     _check_arguments(function, args)
     words, variables = list_words(settings)
     if "rdzv_id" not in settings:
-        words += choose_run_id(function, os.environ)
+        words += choose_run_id(function, os.environ, settings.get("config"))
     call = call_memory.encode_call(function, args)
     with contextlib.ExitStack() as stack:
         memory = [linux.create_anonymous_file(f"elastic_resume-{name}") for name in ("call", "results")]
@@ -158,10 +158,10 @@ def describe_function(function: Any) -> str:
     return f"{module}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
-def choose_run_id(function: Any, environ: Mapping[str, str]) -> list[str]:
+def choose_run_id(function: Any, environ: Mapping[str, str], file: Any = None) -> list[str]:
     """Return the flag with the job's default name, which differs between functions.
 
-    Return nothing if a variable names the job: a flag would beat it.
+    Return nothing if a variable or the ``file`` of settings names the job: a flag would beat it.
 
     Raises:
         ConfigError: a notebook's name is unknown, and others may have a function of this name.
@@ -170,6 +170,9 @@ def choose_run_id(function: Any, environ: Mapping[str, str]) -> list[str]:
     around = dict(environ)
     config.forget_outer_agent(around)
     if around.get(constants.ENV_RUN_ID) or around.get("PET_RDZV_ID"):
+        return []
+    path = file or around.get(constants.ENV_CONFIG)
+    if path and "rdzv-id" in config_file.read_file(str(path), around).settings:
         return []
     name = describe_function(function)
     if name.startswith("?"):

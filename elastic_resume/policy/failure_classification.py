@@ -26,8 +26,8 @@ from elastic_resume.policy.gpu_faults import (
     find_gpu_error,
     summarize_error_text,
 )
-from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import NodeLost, NodesUnreachable, Signalled, from_json, name_nodes
+from elastic_resume.policy.stalls import Activity, Stall
 from elastic_resume.units import to_printable
 
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"

@@ -228,28 +228,16 @@ class GaveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class DivergenceVerdict:
-    """How the digests of one step differ.
+class JudgedFailure:
+    """A mechanism ended the job: the judge of ``topic``. ``body`` is for its agents, ``text`` for people."""
 
-    Each group holds the nodes with one digest, the largest group first. Without a strict majority no node is
-    ``diverged``. ``agreed_step`` is the newest step at which all were equal, 0 if there was none.
-    """
-
-    step: int
-    agreed_step: int
-    groups: tuple[tuple[str, ...], ...]
-    diverged: tuple[str, ...] = ()
+    topic: str
+    generation: int
+    body: str
+    text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicasDiffer:
-    """Replicas that must be equal are not."""
-
-    verdict: DivergenceVerdict
-    generation: int = 0
-
-
-JobFailure = GaveUp | ReplicasDiffer
+JobFailure = GaveUp | JudgedFailure
 """Why the job fails on all nodes."""
 
 

@@ -22,8 +22,8 @@ from elastic_resume.policy.failure_classification import (
 )
 from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.gpu_faults import GpuError, GpuFault
-from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import MAX_NODES_NAMED, Departure, Loss, NodeLost, ViewEnd
+from elastic_resume.policy.stalls import Activity, Stall
 from elastic_resume.units import format_bytes, to_printable
 
 MAX_NAMED = 4
@@ -31,10 +31,6 @@ MAX_NAMED = 4
 MAX_CANDIDATES_NAMED = 5
 MAX_CHARS = 2000
 MAX_NAME_CHARS = 200
-MIXED_HARDWARE_HINT = (
-    "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, "
-    "and one node's values count at each resume."
-)
 
 # docs.nvidia.com/deploy/xid-errors: those that a cluster meets most.
 _XIDS = {
@@ -137,8 +133,8 @@ def _describe(fact: Any) -> str:
             )
         case restart.GaveUp(node, reason):
             return f"node {node} gave up: {_describe_decision(reason)}"
-        case restart.ReplicasDiffer(verdict):
-            return _describe_divergence(verdict)
+        case restart.JudgedFailure(text=text):
+            return text
         case restart.GiveUp(reason) | restart.Exclude(_, reason):
             return _describe_decision(reason)
     return _describe_wait(fact)
@@ -426,7 +422,7 @@ def describe_stall(stall: Stall) -> str:
             return f"{wait}, others elsewhere"
         case Activity.SKIPPED_COLLECTIVE:
             named = stall.others_collective and describe_collective(stall.others_collective, stall.collective)
-            others = f"{_list_waiting_ranks(stall.others)} in {named or 'another collective'}"
+            others = f"{list_waiting_ranks(stall.others)} in {named or 'another collective'}"
             return f"{wait}, and {others}: it left out a collective, or called one too many"
         case Activity.OTHER_NODE:
             return "timed out waiting for other ranks"
@@ -445,69 +441,16 @@ def describe_collective(collective: Collective | None, other: Collective | None 
 def _describe_missing(stall: Stall) -> str:
     """Name the collective that others wait in and this rank has not started, else its last one."""
     if stall.others_collective is not None:
-        waiting = _list_waiting_ranks(stall.others)
+        waiting = list_waiting_ranks(stall.others)
         return f"; it has not started {describe_collective(stall.others_collective)}, in which {waiting}"
     return f"; its last collective is {describe_collective(stall.collective)}" if stall.collective else ""
 
 
-def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
-    """Describe the suspects of a hang with their reasons, then the victims that no reason names."""
-    victims = _list_waiting_ranks([victim.rank for victim in diagnosis.victims])
-    if diagnosis.suspects:
-        text = "; ".join(map(describe_finding, diagnosis.suspects))
-        named = {rank for suspect in diagnosis.suspects for rank in suspect.stall.others}
-        is_named = named.issuperset(victim.rank for victim in diagnosis.victims)
-        return text if is_named else f"{text}. {victims} for it"
-    if not diagnosis.victims:
-        return "no rank can be named"
-    first = describe_stall(diagnosis.victims[0].stall)
-    if diagnosis.waits_for_other_node:
-        return f"{victims} for a rank of another node: {first}"
-    return f"all ranks have entered the same collective ({first}): look at the network between them"
-
-
-def describe_finding(finding: RankFinding) -> str:
-    """Name a rank and say why it stands still."""
-    return f"rank {finding.rank} {describe_stall(finding.stall)}"
-
-
-def _list_waiting_ranks(ranks: Sequence[int]) -> str:
+def list_waiting_ranks(ranks: Sequence[int]) -> str:
+    """Return a clause such as "ranks 0-3, 5 wait"."""
     runs = [
         [rank for _, rank in run]
         for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])
     ]
     listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
     return f"rank {listed} waits" if len(ranks) == 1 else f"ranks {listed} wait"
-
-
-# ---- replicas ------------------------------------------------------------------------------------------
-
-
-def _describe_divergence(verdict: restart.DivergenceVerdict) -> str:
-    """Describe which nodes differ, and what to do."""
-    agreed = verdict.agreed_step
-    since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
-    if verdict.diverged:
-        verb = "is" if len(verdict.diverged) == 1 else "are"
-        majority = _join_node_names(next(iter(verdict.groups), ()))
-        who = f"{_join_node_names(verdict.diverged)} {verb} not as {majority}, the majority"
-        then = (
-            f"Look at what that machine computes (memory, device), or at what the script does only there "
-            f"({since}). Start again without it."
-        )
-    else:
-        who = " against ".join(_join_node_names(group) for group in verdict.groups[:MAX_NAMED])
-        then = (
-            f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
-            "random numbers, samples, a broken device. To continue from an older checkpoint, move the newer "
-            "ones elsewhere."
-        )
-    diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."
-    return f"replicas differ at step {verdict.step}: {who}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"
-
-
-def _join_node_names(names: Sequence[str]) -> str:
-    shown = [to_printable(name, MAX_NAME_CHARS) for name in names[:MAX_NAMED]]
-    shown += [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
-    listed = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-    return ("node " if len(names) == 1 else "nodes ") + listed

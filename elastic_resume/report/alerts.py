@@ -18,12 +18,12 @@ from pathlib import PurePath
 from elastic_resume.mechanisms.mechanism import AlertKind
 from elastic_resume.mechanisms.registry import ALERTS
 from elastic_resume.policy import wording
-from elastic_resume.policy.hangs import Stall
 from elastic_resume.policy.proof import NOT_PROVED
 from elastic_resume.policy.reasons import from_json
+from elastic_resume.policy.stalls import Stall
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds
-from elastic_resume.report.generations import Generation
+from elastic_resume.report.generations import GenerationRow
 
 BAD, NOTE = "bad", "note"
 _VARYING_FIELDS = frozenset({"t", "b", "pid", "seconds", "generation"})
@@ -48,7 +48,7 @@ class Alert:
     is_resolved: bool = True
 
 
-def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> tuple[Alert, ...]:
+def find_alerts(timeline: EventTimeline, generations: Iterable[GenerationRow]) -> tuple[Alert, ...]:
     """Find all alerts of a run, by the time of their first event."""
     root_nodes = {row.number: row.end.node for row in generations if row.end.is_failure}
     found: list[tuple[Alert, str]] = []  # with what tells different problems of a kind apart

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason
-from elastic_resume.checkpoint.reader import deep_check, parse_checkpoint_name, quick_check
+from elastic_resume.checkpoint.reader import map_image, parse_checkpoint_name, quick_check
+from elastic_resume.console import show_progress
 from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
 from elastic_resume.report.formatting import (
     format_bytes,
@@ -260,7 +261,10 @@ def _list_node(node_dir: FoundNodeDir, deep: bool) -> Iterator[CheckpointEntry]:
 
 def _check(entry: CatalogEntry, run_id: str | None, *, deep: bool) -> CatalogEntry:
     try:
-        manifest = (deep_check if deep else quick_check)(entry.path, run_id)
+        manifest = quick_check(entry.path, run_id)
+        if deep:
+            with show_progress(f"reading {entry.path.name}", manifest.file_bytes) as set_done:
+                map_image(entry.path, manifest, set_done)
         return CatalogEntry(entry.path, *manifest.version, manifest, None)
     except CheckpointError as error:
         return replace(entry, manifest=None, error=error)

@@ -87,7 +87,7 @@ class RejectedStateRecord:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationRow:
     """One lifetime of the worker group. Steps count over the whole job; times are Unix seconds.
 
     ``start_step`` was finished before it. It ran ``first_step`` to ``last_step``; both are None if it ran
@@ -300,7 +300,7 @@ class GenerationTracker:
         if number in self._records:
             self._records[number].record(event, self._max_failure_events)
 
-    def generations(self) -> list[Generation]:
+    def generations(self) -> list[GenerationRow]:
         """Return the generations that are kept, in order."""
         records = [self._records[number] for number in sorted(self._records)]
         found = []
@@ -346,7 +346,7 @@ class GenerationTracker:
 
 def _build_generation(
     record: _GenerationRecord, resumed: _GenerationRecord | None, *, is_last: bool
-) -> Generation:
+) -> GenerationRow:
     """Build a generation; ``resumed`` is the next one whose workers got their state."""
     resume, start, last = record.resume, record.start_step, record.last_step
     recomputed, recovery_s = None, None
@@ -364,7 +364,7 @@ def _build_generation(
     if start is None and record.first_recorded_step:  # each worker records its first step
         start = record.first_recorded_step - 1
     has_run = start is not None and last is not None and last > start
-    return Generation(
+    return GenerationRow(
         number=record.number,
         nodes=record.nodes,
         world_size=record.world_size,
@@ -559,7 +559,7 @@ class RunHistory:
     ``wait`` is None unless the remaining nodes wait for others now.
     """
 
-    generations: tuple[Generation, ...]
+    generations: tuple[GenerationRow, ...]
     num_incidents: int
     recomputed_steps: int
     last_step: int | None
@@ -592,7 +592,7 @@ def build_history(timeline: EventTimeline) -> RunHistory:
     )
 
 
-def _determine_outcome(timeline: EventTimeline, rows: Sequence[Generation]) -> tuple[str, str]:
+def _determine_outcome(timeline: EventTimeline, rows: Sequence[GenerationRow]) -> tuple[str, str]:
     """Return the outcome of the run and its agents' message."""
     if rows and rows[-1].end.kind == FINISHED:
         return "finished", ""
@@ -611,7 +611,7 @@ def _determine_outcome(timeline: EventTimeline, rows: Sequence[Generation]) -> t
     return "open", ""
 
 
-def _find_wait(timeline: EventTimeline, rows: Sequence[Generation]) -> JobWait | None:
+def _find_wait(timeline: EventTimeline, rows: Sequence[GenerationRow]) -> JobWait | None:
     """Return what the agents wait for after the last generation; None if one runs or all agents ended.
 
     A node that was not in the last generation may be partitioned from others that train.

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
-from elastic_resume.report.generations import Generation, RunHistory
+from elastic_resume.report.generations import GenerationRow, RunHistory
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def measure_generations(timeline: EventTimeline, history: RunHistory) -> tuple[G
 
 
 def _measure_generation(
-    events: Sequence[ParsedEvent], row: Generation, next_start_t: float
+    events: Sequence[ParsedEvent], row: GenerationRow, next_start_t: float
 ) -> GenerationTimes:
     times: dict[str, list[float]] = defaultdict(list)
     for event in events:
@@ -129,7 +129,7 @@ def _measure_generation(
     )
 
 
-def _step_timing(events: Iterable[ParsedEvent], row: Generation, restored_t: float) -> StepTiming:
+def _step_timing(events: Iterable[ParsedEvent], row: GenerationRow, restored_t: float) -> StepTiming:
     first_times: dict[int, float] = {}
     for event in events:
         if event.kind == "step" and event.step is not None:
@@ -247,7 +247,7 @@ def measure_downtimes(
 
     This is all time that was not productive from that generation's first step on. It ends with the first step
     of the next generation that reached one, or with the run. The first failure carries the cost of those that
-    follow before that step. Unlike `Generation.recovery_s` it does not contain the length of a step.
+    follow before that step. Unlike `GenerationRow.recovery_s` it does not contain the length of a step.
     """
     downtimes: dict[int, float] = {}
     first_steps = [

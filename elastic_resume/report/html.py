@@ -35,7 +35,7 @@ from elastic_resume.report.formatting import (
     replace_unprintable,
     truncate,
 )
-from elastic_resume.report.generations import Generation
+from elastic_resume.report.generations import GenerationRow
 from elastic_resume.report.goodput import GenerationTimes
 from elastic_resume.report.summary import (
     GOODPUT_LABELS,
@@ -205,7 +205,7 @@ def _generation_rows(report: RunReport) -> list[dict[str, Any]]:
         )
 
     def summarize(part: Sequence[Mapping[str, Any]]) -> str:
-        generations: list[Generation] = [row["generation"] for row in part]
+        generations: list[GenerationRow] = [row["generation"] for row in part]
         failed = format_count(sum(row.end.is_failure for row in generations), "failure")
         steps = format_count(sum(row.recomputed_steps or 0 for row in generations), "step")
         since, until = (format_since_start(report, part[index]["start_t"]) for index in (0, -1))

@@ -31,7 +31,7 @@ from elastic_resume.report.formatting import (
     truncate,
     wrap_text,
 )
-from elastic_resume.report.generations import Generation, JobWait, RunHistory, build_history
+from elastic_resume.report.generations import GenerationRow, JobWait, RunHistory, build_history
 from elastic_resume.report.goodput import (
     GenerationTimes,
     Goodput,
@@ -214,6 +214,7 @@ class RunReport:
 
     run_id: str
     command: str
+    settings: tuple[str, ...]
     start_t: float | None
     end_t: float | None
     silent_s: float | None
@@ -280,6 +281,7 @@ def build_run_report(
     return RunReport(
         run_id=next((item.get_text("run_id") for item in starts if item.get_text("run_id")), ""),
         command=next((item.get_text("command") for item in reversed(starts) if item.get_text("command")), ""),
+        settings=starts[-1].get_texts("settings") if starts else (),
         start_t=min(event_times, default=None),
         end_t=max(event_times, default=None),
         silent_s=silent_s,
@@ -334,6 +336,7 @@ def format_json(run_report: RunReport) -> str:
         "schema": REPORT_SCHEMA,
         "run_id": run_report.run_id,
         "command": run_report.command,
+        "settings": list(run_report.settings),
         "start_t": run_report.start_t,
         "end_t": run_report.end_t,
         "verdict": asdict(run_report.verdict),
@@ -386,6 +389,7 @@ def format_text(report: RunReport) -> str:
         DOWNTIME_NOTE if report.downtimes else "",
         _describe_recoveries(report),
         _describe_checkpoints(report),
+        truncate(f"settings: {', '.join(report.settings)}", MAX_NOTE_CHARS) if report.settings else "",
     )
     wrapped = [line for text in totals if text for line in wrap_text(text)]
     lines += ["", *wrapped] if wrapped else []
@@ -398,7 +402,7 @@ def _limit_notes(notes: Sequence[str], limit: int) -> list[str]:
     return [*lines, *([f"and {num_hidden} more: see --html or --json"] if num_hidden > 0 else [])]
 
 
-def _generation_row(generation: Generation) -> tuple[str, ...]:
+def _generation_row(generation: GenerationRow) -> tuple[str, ...]:
     return (
         str(generation.number),
         fold_node_names(generation.nodes),
@@ -410,7 +414,7 @@ def _generation_row(generation: Generation) -> tuple[str, ...]:
     )
 
 
-def format_step_range(generation: Generation) -> str:
+def format_step_range(generation: GenerationRow) -> str:
     """Format the steps that a generation ran."""
     if generation.first_step is not None and generation.last_step is not None:
         return f"{generation.first_step}-{generation.last_step}"
@@ -419,7 +423,7 @@ def format_step_range(generation: Generation) -> str:
     return f"?-{generation.last_step}"
 
 
-def describe_details(generation: Generation) -> list[str]:
+def describe_details(generation: GenerationRow) -> list[str]:
     """Describe other failures at its end, the nodes that received its state, and rejected states."""
     others, details = generation.end.other_failures, []
     if others:

@@ -37,6 +37,7 @@ from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.shards import shard_index
 from elastic_resume.errors import (
+    MIXED_HARDWARE_HINT,
     DivergenceError,
     ElasticResumeError,
     MachineError,
@@ -46,11 +47,15 @@ from elastic_resume.errors import (
 )
 from elastic_resume.policy import proof, reasons, resume_plan
 from elastic_resume.policy.resume_plan import Inventory, ResumePlan
-from elastic_resume.policy.wording import MIXED_HARDWARE_HINT
 from elastic_resume.proof import record
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
-from elastic_resume.restore.replica_check import digest_script_state, find_first_difference, log_own_state
+from elastic_resume.restore.replica_check import (
+    digest_script_state,
+    find_first_difference,
+    log_own_state,
+    may_differ,
+)
 from elastic_resume.restore.sources import StateSource, list_sources, take_inventory
 from elastic_resume.restore.warm_memory import TensorPool, count_state_tensors
 from elastic_resume.slots.ipc import SlotClient
@@ -129,10 +134,9 @@ def restore(
 
     (flat, disk_error), gathered = context.run_and_gather(flatten_and_list)
     inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]
-    mode = context.settings.resume
     failpoints.hit("resume.planned")
     while True:
-        plan = proof.plan_resume(inventories, mode, context.collectives.size)
+        plan = proof.plan_resume(inventories, context.settings.resume, context.collectives.size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)
@@ -161,9 +165,8 @@ def restore(
         logger.warning(
             f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
         )
-    nodes = tuple(context.local_leader_by_node)
+    manifest, nodes = loaded.manifest if loaded is not None else None, tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
-    manifest = loaded.manifest if loaded is not None else None
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)
 
 
@@ -296,7 +299,7 @@ def _find_unlike_states(
 ) -> tuple[FlatState, NodeFailures]:
     """Flatten and compare the state of all ranks; return it, and the states that must not be used.
 
-    With check-replicas off these are the states unlike the source's.
+    Where ranks may differ these are the states unlike the source's.
 
     Raises:
         DivergenceError: replicas differ otherwise; the text names the first tensor and the ranks.
@@ -320,7 +323,7 @@ def _find_unlike_states(
         digests_by_node.setdefault(node, []).append(digest)
     source_digests = set(digests_by_node[plan.source_node])
     unlike = [node for node, _ in plan.holders if set(digests_by_node[node]) != source_digests]
-    if unlike and context.settings.check_replicas.is_off:
+    if unlike and may_differ(context):
         reason = f"its values differ from {plan.source_node}'s, first in {name}"
         return flat, dict.fromkeys(unlike, ("unlike", reason))
     raise DivergenceError(

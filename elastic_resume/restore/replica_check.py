@@ -110,6 +110,11 @@ def _describe_ranks(ranks: list[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:MAX_NAMED_RANKS]))}{more}"
 
 
+def may_differ(context: RankContext) -> bool:
+    """Return whether ranks may hold different values: machines of different kinds round differently."""
+    return context.settings.check_replicas.is_off
+
+
 def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int) -> None:
     """Raise on all ranks unless all hold the same state; see `Run.assert_ranks_equal`."""
     if context.collectives.size == 1:
@@ -125,14 +130,13 @@ class FirstStepsCheck:
     It finds other state of which each rank has its own, too.
 
     Without DDP each rank trains a model of its own, on one node without any sign. A sample of each tensor
-    shows it. Several steps are compared, since a learning rate may be zero in the first. The setting
-    ``check-replicas off`` turns this off too: machines of different kinds round differently.
+    shows it. Several steps are compared, since a learning rate may be zero in the first.
     """
 
     def __init__(self, context: RankContext, tracked: Mapping[str, Any]) -> None:
         self._context, self._tracked = context, tracked
-        is_on = context.collectives.size > 1 and not context.settings.check_replicas.is_off
-        self._steps_to_compare = {1, 2, 4} if is_on else set()
+        is_off = context.collectives.size == 1 or may_differ(context)
+        self._steps_to_compare = set() if is_off else {1, 2, 4}
         self._finished_steps = 0
         self._is_difference_logged = False
 

@@ -133,6 +133,16 @@ def parse_utc_time(text: str) -> float | None:
         return None
 
 
+# ---- excluded nodes ------------------------------------------------------------------------------------
+
+
+def record_excluded_node(directory: str, node: str) -> None:
+    """Leave an empty file of the node's name, for the batch script's next ``scontrol update ExcNodeList``."""
+    with contextlib.suppress(OSError):  # the requeued job may get this node again then
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / node).touch()
+
+
 # ---- the shared token ----------------------------------------------------------------------------------
 
 SHARED_DIR_NAME = ".elastic_resume"

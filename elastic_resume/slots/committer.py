@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from elastic_resume.background import lower_priority
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.checkpoint.manifest import BLOCK_BYTES
 from elastic_resume.checkpoint.reader import checkpoint_name
@@ -42,7 +40,6 @@ COPY_TIMEOUT_S = 30.0  # ranks that copy for longer count as dead or blocked
 FIRST_RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 LOG_REPEAT_S = 60.0
-NICENESS = 5
 
 
 @dataclass
@@ -74,8 +71,10 @@ class CheckpointCommitter:
         ``emit`` gets events, by kind and fields.
         """
         self.slot_pool = slot_pool
-        # Called with the id of a snapshot that mechanisms of the agent read, and its view's generation.
-        self.offer_snapshot: Callable[[int, int], object] = lambda *_: None
+        # Called with the id of a snapshot that mechanisms of the agent read, and its view's generation; and
+        # with the directory of a checkpoint that is on disk now. None may wait: see `OfferQueue`.
+        self.snapshot_readers: list[Callable[[int, int], object]] = []
+        self.checkpoint_readers: list[Callable[[Path], object]] = []
         self._writer = CheckpointWriter(node_dir, run_id, emit, disk)
         self._node_dir = node_dir
         self._emit = emit
@@ -133,6 +132,11 @@ class CheckpointCommitter:
         if request.error:
             raise MachineError(request.error)
         return request.path
+
+    def offer_snapshot(self, snapshot_id: int, generation: int) -> None:
+        """Offer a snapshot to its readers."""
+        for offer in self.snapshot_readers:
+            offer(snapshot_id, generation)
 
     def commit_newest(self) -> None:
         """Have the newest snapshot committed after the workers exited; do not wait."""
@@ -246,6 +250,8 @@ class CheckpointCommitter:
                 self.slot_pool.control_block.set("commit_us", int(result.seconds * 1e6))
                 self.slot_pool.control_block.set("commit_cpu_us", int(result.cpu_s * 1e6))
             self._handle_success(step)
+            for offer in self.checkpoint_readers:
+                offer(path)
         self._release_slot(state)
         return path
 
@@ -304,11 +310,3 @@ def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:
     """Whether the requested snapshot is complete or its deadline has passed."""
     is_complete = newest is not None and newest.snapshot_id >= request.snapshot_id
     return not request.snapshot_id or is_complete or time.monotonic() >= request.deadline
-
-
-def lower_priority() -> None:
-    """Lower this thread's CPU and I/O priority."""
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError, psutil.Error):
-        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)  # on Linux this applies to the thread
-        psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, 7)

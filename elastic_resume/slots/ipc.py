@@ -1,7 +1,7 @@
 """Give workers access to their node's slots and committer, over a unix socket and shared memory.
 
-A request is one line with a JSON object ``{"operation": ..., ...}``. Its answer, if it has one, is a line
-too, with a file descriptor beside it where one was requested. The socket has an abstract name of 128 random
+A request is a message (`local_socket`) with a JSON object ``{"operation": ..., ...}``. Its answer, if it has
+one, is another, with a file descriptor where one was requested. The socket has an abstract name of 128 random
 bits. Each side asks the kernel whether the other runs as the same user. One connection serves one worker.
 
     operation          arguments               answer
@@ -25,7 +25,6 @@ import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineError
+from elastic_resume.local_socket import is_same_user, receive_message, send_message
 from elastic_resume.slots import slot_memory, slot_pool
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS
@@ -68,15 +68,15 @@ class SnapshotServer:
     def _serve_connection(self, connection: socket.socket) -> None:
         if not is_same_user(connection):
             return
-        with (
-            connection.makefile("rb") as lines,
-            contextlib.suppress(OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError),
+        with contextlib.suppress(
+            OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError
         ):
-            while (request := lines.readline(MAX_MESSAGE_BYTES)).endswith(b"\n"):  # else too long or cut off
+            while True:
+                request, _ = receive_message(connection, MAX_MESSAGE_BYTES)
                 answer, descriptor = self._handle_request(json.loads(request))
                 if answer is not None:
-                    data = json.dumps(answer).encode() + b"\n"
-                    socket.send_fds(connection, [data], [] if descriptor is None else [descriptor])
+                    passed = [] if descriptor is None else [descriptor]
+                    send_message(connection, json.dumps(answer).encode(), passed)
 
     def _handle_request(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None]:
         """Return the answer to a request and a descriptor to pass; raise an error if it is invalid."""
@@ -120,7 +120,6 @@ class SnapshotClient:
         self._send_lock = threading.Lock()  # separate, so that `send` never waits for an answer to `call`
         self._socket_name = socket_name
         self._socket: socket.socket | None = None
-        self._received = b""
         self.control_descriptor = -1  # of the control block; -1 while there is no connection
         try:
             _, self.control_descriptor = self.call("hello")
@@ -137,7 +136,7 @@ class SnapshotClient:
     def send(self, operation: str, **fields: Any) -> None:
         """Send a request without an answer; errors are ignored, because a dead committer ends its workers."""
         with contextlib.suppress(OSError), self._send_lock:
-            self._ensure_connected().sendall(json.dumps({"operation": operation, **fields}).encode() + b"\n")
+            send_message(self._ensure_connected(), json.dumps({"operation": operation, **fields}).encode())
 
     def call(
         self, operation: str, *, timeout_s: float | None = RESPONSE_TIMEOUT_S, **fields: Any
@@ -161,21 +160,14 @@ class SnapshotClient:
         with self._send_lock:
             connection = self._ensure_connected()
             connection.settimeout(timeout_s)
-            connection.sendall(json.dumps(request).encode() + b"\n")
-        descriptors: list[int] = []
-        while b"\n" not in self._received:
-            data, received, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
-            descriptors += received
-            self._received += data
-            if not data or len(self._received) > MAX_MESSAGE_BYTES:
-                raise OSError("the committer closed the connection")
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line), descriptors[0] if descriptors else -1
+            send_message(connection, json.dumps(request).encode())
+        answer, descriptors = receive_message(connection, MAX_MESSAGE_BYTES, 1)
+        return json.loads(answer), descriptors[0] if descriptors else -1
 
     def _ensure_connected(self) -> socket.socket:
         """Return the connection, reconnecting after a failure; hold ``_send_lock``."""
         if self._socket is None:
-            self._socket, self._received = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), b""
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 self._socket.connect("\0" + self._socket_name)
                 if not is_same_user(self._socket):
@@ -404,12 +396,6 @@ class SlotClient:
         for key in self._slots.keys() - existing:
             self._populated.discard(key)
             del self._slots[key]
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether the peer process runs as this user."""
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.getuid())
 
 
 def _encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:

@@ -1,7 +1,7 @@
 """Share each local rank's progress through a memory-mapped page in the node's directory.
 
 A step costs a few stores and no system call. The page is in the kernel's page cache, so it survives a killed
-worker, but not the node. Each word is one aligned 8-byte store, so a reader sees the old or the new value.
+worker, but not the node.
 Generation is stored before step, and a new generation first stores step 0: a reader never sees (old
 generation, new step).
 
@@ -16,8 +16,6 @@ SIGBUS. A page that is truncated under a running worker still does; the agent re
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
 import signal
 import struct
@@ -27,6 +25,7 @@ from pathlib import Path
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import translate_os_errors
+from elastic_resume.shared_page import COUNTS, SharedPage
 
 MAX_LOCAL_RANKS = 1024
 # Makes a worker with a ``stack_output_fd`` write the stacks of its threads; not used by known schedulers,
@@ -104,10 +103,10 @@ class ProgressPage:
                 os.ftruncate(descriptor, _PAGE_BYTES)
                 if os.fstat(descriptor).st_blocks * 512 < _PAGE_BYTES:
                     os.posix_fallocate(descriptor, 0, _PAGE_BYTES)
-                self._map = mmap.mmap(descriptor, _PAGE_BYTES)
+                self._page = SharedPage(descriptor, _PAGE_BYTES, COUNTS)
             finally:
                 os.close(descriptor)
-        self._words = (ctypes.c_uint64 * (_PAGE_BYTES // 8)).from_buffer(self._map)
+        self._words = self._page.words
 
     def start_generation(
         self,
@@ -164,10 +163,10 @@ class ProgressPage:
 
         ``known_generation`` is the node's own, which is durable before any of its steps.
         """
-        words = self._words
+        words = list(self._words[:_DETAIL_START])
         progress = [
             (words[at], words[at + 1], words[at + 2])
-            for at in range(0, MAX_LOCAL_RANKS * _STEP_WORDS, _STEP_WORDS)
+            for at in range(0, _DETAIL_START, _STEP_WORDS)
             if words[at] <= known_generation and max(words[at + 1], words[at + 2]) <= _MAX_COUNT
         ]
         return max(progress, default=(0, 0, 0))

@@ -11,7 +11,7 @@ map. It describes itself:
 `Slot.read_snapshot` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
 page of aligned 8-byte words. A *snapshot id* is one word made of generation and step; a greater id is newer.
 
-Each word has one writing process, so a reader sees the old or the new value, and no store is lost:
+Each word has one writing process (`shared_page`), so no store is lost:
 
     agent          serial, capacity, pinned, soft_pinned, committed of each slot; costs of commits and readers
     local leader   all other words of each slot; decided_id, next_snapshot_step
@@ -43,14 +43,12 @@ Why a complete slot is whole, in each interleaving:
   another try of the same id.
 - A slot is discarded by the local leader alone, so a late message never clears a newer snapshot.
 
-This needs stores to become visible in program order. x86 guarantees that; elsewhere each access of a word has
-a barrier before and after it. Where a load must follow the process's own store, `barrier` stands between.
+This needs stores to become visible in program order, and barriers where `shared_page` says so.
 `tests/unit/slots/test_interleavings.py` tries the orders, also of protocols without one of these rules.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -58,18 +56,18 @@ import functools
 import json
 import mmap
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import xxhash
 
-from elastic_resume import linux
+from elastic_resume import linux, shared_page
 from elastic_resume.checkpoint.atomic_io import memory_address
 from elastic_resume.checkpoint.json_codec import TAG
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Position
 from elastic_resume.errors import CorruptError, MachineError
+from elastic_resume.shared_page import SharedPage
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS
 
 MAX_SLOTS = 8  # three in use, three larger ones that replace them, and two spare
@@ -104,8 +102,6 @@ _POPULATE_CHUNK_BYTES = 32 << 20
 _F_SEAL_SHRINK_GROW = 0x0002 | 0x0004
 _F_ADD_SEALS = 1033
 _MERGE_DEPTH = 3  # an object, its param_groups, one group; deeper levels are wholly static or dynamic
-ARCHITECTURE = os.uname().machine
-_STRONGLY_ORDERED = {"x86_64", "i686", "i586", "i386"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -203,49 +199,13 @@ def next_to_commit(states: Sequence[SlotState]) -> SlotState | None:
 # ---- shared memory -------------------------------------------------------------------------------------
 
 
-def barrier() -> None:
-    """Order this thread's earlier memory accesses before its later ones: a full barrier on Armv8.
-
-    It releases, then acquires, a lock: a release store and an acquire load, which Armv8 does not reorder (Arm
-    ARM, B2.3, barrier-ordered-before). It does not matter which lock, or how Python implements it. On POWER
-    and RISC-V nothing guarantees that a later load does not overtake an earlier store.
-    """
-    lock = threading.Lock()  # not shared: another thread could release it
-    lock.acquire()
-    lock.release()
-    lock.acquire()
-
-
-class BarrierWords:
-    """Shared words with a barrier before and after each access; 2 us each."""
-
-    def __init__(self, words: ctypes.Array[ctypes.c_uint64]) -> None:
-        self._words = words
-
-    def __getitem__(self, index: Any) -> Any:
-        barrier()
-        value = self._words[index]
-        barrier()
-        return value
-
-    def __setitem__(self, index: int, value: int) -> None:
-        barrier()
-        self._words[index] = value
-        barrier()
-
-
-SharedWords = Union["ctypes.Array[ctypes.c_uint64]", BarrierWords]
-
-
 class ControlBlock:
     """The control block, mapped by one process."""
 
     def __init__(self, descriptor: int) -> None:
         """Map the block; the caller keeps ``descriptor``."""
-        self._is_closed = False
-        self._map = mmap.mmap(descriptor, CONTROL_BLOCK_BYTES)
-        words = (ctypes.c_uint64 * (CONTROL_BLOCK_BYTES // 8)).from_buffer(self._map)
-        self._words: SharedWords = words if ARCHITECTURE in _STRONGLY_ORDERED else BarrierWords(words)
+        self._page = SharedPage(descriptor, CONTROL_BLOCK_BYTES, shared_page.COUNTS)
+        self._words = self._page.words
 
     @staticmethod
     def create() -> int:
@@ -269,7 +229,7 @@ class ControlBlock:
     def set_copying(self, local_rank: int, snapshot_id: int, *, awaiting_slot: bool = False) -> None:
         """Record which snapshot ``local_rank`` copies, 0 for none; it may still await its slot."""
         self._words[COPYING_START + local_rank] = snapshot_id | (AWAITING_SLOT if awaiting_slot else 0)
-        barrier()
+        shared_page.barrier()
 
     def is_copying(self, local_ranks: Iterable[int], snapshot_id: int) -> bool:
         """Whether one of these ranks still copies an older snapshot, or an earlier try of this one."""
@@ -278,16 +238,14 @@ class ControlBlock:
 
     def slot_record(self, index: int) -> SlotRecord:
         """Return the words of slot ``index``; raise ValueError after `close`."""
-        if self._is_closed:
+        if self._words is shared_page.CLOSED:
             raise ValueError("the slots of this node are closed")
         return SlotRecord(self._words, index)
 
     def close(self) -> None:
         """Unmap the block."""
-        self._is_closed = True
-        del self._words
-        with contextlib.suppress(BufferError):  # a SlotRecord still refers to it
-            self._map.close()
+        self._words = shared_page.CLOSED
+        self._page.close()
 
     def read_slots(self) -> list[SlotState]:
         """Return the states of all existing slots."""
@@ -300,7 +258,7 @@ class SlotRecord:
 
     __slots__ = ("_at", "_words", "index")
 
-    def __init__(self, words: SharedWords, index: int) -> None:
+    def __init__(self, words: Any, index: int) -> None:
         self.index = index
         self._words = words
         self._at = _RECORDS_START + index * _RECORD_WORDS
@@ -387,7 +345,7 @@ class Slot:
         if record.get("written_serial") != self.serial:
             record.set("plan_id", 0)
             record.set("written_serial", self.serial)
-        barrier()
+        shared_page.barrier()
         return snapshot_id not in {record.get("pinned"), record.get("soft_pinned")}
 
     def announce(self, snapshot_id: int, *, share_count: int = 1, commit_requested: bool = False) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from elastic_resume import machine
+from elastic_resume import machine, shared_page
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.slot_memory import ControlBlock, Slot, SlotState
 from elastic_resume.units import format_bytes, format_count
@@ -133,7 +133,7 @@ class SlotPool:
             if owned is not None and owned.slot.serial == state.serial:
                 owned.pins[pin_field] += 1
                 owned.slot.record.set(pin_field, state.snapshot_id)
-                slot_memory.barrier()
+                shared_page.barrier()
             else:
                 owned = None
         if owned is None:

@@ -79,7 +79,8 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         CheckpointError, NoValidCheckpointError: one of them cannot be read.
 
     """
-    checkpoints = (open_checkpoint.open_checkpoint(path_a), open_checkpoint.open_checkpoint(path_b))
+    first, second = (open_checkpoint.open_checkpoint(path, shows_progress=True) for path in (path_a, path_b))
+    checkpoints = first, second
     state_a, state_b = (dict(_iter_state(checkpoint)) for checkpoint in checkpoints)
     names = list(dict.fromkeys([*state_a, *state_b]))
     differences: list[Difference] = []

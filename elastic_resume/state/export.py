@@ -27,6 +27,7 @@ from elastic_resume.checkpoint.atomic_io import DISK, temporary_name, translate_
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.console import show_progress
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves, open_image
 from elastic_resume.state.state_dict import TensorBuffer, view_bytes
@@ -75,7 +76,9 @@ def export(
 
     """
     _check_target(target, force=force)
-    checkpoint = open_image(source, manifest, reader.read_image(source, manifest))
+    with show_progress(f"reading {source.name}", manifest.file_bytes) as set_done:
+        image = reader.read_image(source, manifest, on_verified=set_done)
+    checkpoint = open_image(source, manifest, image)
     references, skipped = _find_references(checkpoint.state, name)
     if file_format == "safetensors":
         byte_count = _write_safetensors(target, checkpoint, references)
@@ -132,10 +135,12 @@ def _write_safetensors(target: Path, checkpoint: OpenCheckpoint, references: Map
     layout = Layout.build(_make_spec(checkpoint.buffer, key, ref) for key, ref in references.items())
 
     def write(file: IO[bytes]) -> None:
-        file.write(layout.header)
-        for key in layout.extents:
-            tensor = checkpoint.tensor(references[key]).contiguous()
-            file.write(view_bytes(tensor))
+        with show_progress(f"writing {target.name}", layout.total_bytes) as set_done:
+            file.write(layout.header)
+            for key in layout.extents:
+                tensor = checkpoint.tensor(references[key]).contiguous()
+                file.write(view_bytes(tensor))
+                set_done(file.tell())
 
     return _write_file(target, write)
 

@@ -22,6 +22,7 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import translate_read_errors
+from elastic_resume.console import show_progress
 from elastic_resume.errors import (
     CheckpointError,
     CorruptError,
@@ -76,8 +77,10 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
     )
 
 
-def open_checkpoint(path: Path) -> OpenCheckpoint:
+def open_checkpoint(path: Path, *, shows_progress: bool = False) -> OpenCheckpoint:
     """Open the checkpoint at ``path``, or the newest valid one of a node or a run. Verify every byte.
+
+    ``shows_progress`` is for commands, which have the terminal for themselves.
 
     Raises:
         CheckpointError: there is nothing readable, or its bytes are damaged.
@@ -89,13 +92,13 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     with translate_read_errors(path):
         entries = _list_checkpoints(path)
     if not entries:
-        return _open_directory(path)
+        return _open_directory(path, shows_progress)
     problems = []
     for entry in sorted(entries, key=lambda entry: entry.version, reverse=True):
         try:
             if entry.error is not None:
                 raise entry.error
-            return _open_directory(entry.path)
+            return _open_directory(entry.path, shows_progress)
         except CheckpointError as error:
             problems.append(str(error))
     more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
@@ -125,9 +128,12 @@ def _decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
     return state
 
 
-def _open_directory(path: Path) -> OpenCheckpoint:
+def _open_directory(path: Path, shows_progress: bool) -> OpenCheckpoint:
     manifest = reader.quick_check(path, None)
-    return open_image(path, manifest, reader.map_image(path, manifest))
+    if not shows_progress:
+        return open_image(path, manifest, reader.map_image(path, manifest))
+    with show_progress(f"reading {path.name}", manifest.file_bytes) as set_done:
+        return open_image(path, manifest, reader.map_image(path, manifest, set_done))
 
 
 def open_image(path: Path, manifest: Manifest, memory: memoryview) -> OpenCheckpoint:

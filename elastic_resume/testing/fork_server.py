@@ -21,7 +21,6 @@ import importlib
 import json
 import os
 import queue
-import select
 import signal
 import socket
 import subprocess
@@ -38,13 +37,14 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 
 import psutil
 
-from elastic_resume import constants, failpoints, linux
+from elastic_resume import constants, failpoints
 from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main, worker_request
 from elastic_resume.agent.workers.forkserver_manager import ForkedProcess, has_ended
 from elastic_resume.errors import MachineError
+from elastic_resume.local_socket import receive_message, send_message
 
 CLONE_NEWNET = 0x40000000
-LENGTH_BYTES = 4
+MAX_MESSAGE_BYTES = 16 << 20
 KILL_TIMEOUT_S = 30.0  # a process may sleep in the kernel for longer
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -117,16 +117,9 @@ def kill(process: psutil.Process) -> None:
 
 def wait_for_exit(process: psutil.Process) -> None:
     """Wait until all threads of a killed process have ended; init may reap it seconds later."""
-    with contextlib.suppress(psutil.NoSuchProcess, OSError):
-        if not process.is_running():
-            return
-        descriptor = linux.pidfd_open(process.pid)
-        try:
-            waiting = select.poll()  # select() refuses descriptors above 1023
-            waiting.register(descriptor, select.POLLIN)
-            waiting.poll(KILL_TIMEOUT_S * 1000)
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.is_running():
+            has_ended(process.pid, KILL_TIMEOUT_S)
 
 
 SERVER_PROGRAM = Path(__file__)
@@ -166,7 +159,7 @@ class AgentForkServer:
         """Fork an agent; further arguments are for other programs than this file.
 
         Raises:
-            OSError, EOFError: the fork server is gone.
+            OSError: the fork server is gone.
 
         """
         request = {
@@ -185,11 +178,11 @@ class AgentForkServer:
             return None
         try:
             code: int | None = self._request({"reap": pid})["code"]
-        except (OSError, EOFError):
+        except OSError:
             return -9  # the fork server has ended, and the kernel has killed its forks
         return code
 
-    def _request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+    def _request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
         """Send a request and receive its answer.
 
         An interrupt in between, by Ctrl-C or a time limit of pytest, ends the fork server. Otherwise the next
@@ -197,8 +190,9 @@ class AgentForkServer:
         """
         with self._lock:
             try:
-                send(self._connection, message, descriptors)
-                return receive(self._connection)[0]
+                send_message(self._connection, json.dumps(message).encode(), descriptors)
+                answer, _ = receive_message(self._connection, MAX_MESSAGE_BYTES)
+                return json.loads(answer)
             except BaseException:
                 self.close()
                 raise
@@ -253,50 +247,19 @@ def start(
             )  # the fork server outlives the temporary directory of these nodes
             server = _servers[frozenset(interpreter_env.items())] = AgentForkServer(kept)
             atexit.register(server.close)
-    with contextlib.suppress(OSError, EOFError):
+    with contextlib.suppress(OSError):
         return server.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
     return None
-
-
-# ---- messages ------------------------------------------------------------------------------------------
-
-
-def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send one message, prefixed with its length, and descriptors with it."""
-    data = json.dumps(message).encode()
-    socket.send_fds(connection, [len(data).to_bytes(LENGTH_BYTES, "big")], descriptors)
-    connection.sendall(data)
-
-
-def receive(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Receive one message with at most so many descriptors.
-
-    Raises:
-        EOFError: the other side is gone.
-
-    """
-    head, descriptors, _, _ = (
-        socket.recv_fds(connection, LENGTH_BYTES, max_descriptors)
-        if max_descriptors
-        else (connection.recv(4), [], 0, 0)
-    )
-    size = int.from_bytes(head, "big")
-    data = b""
-    while len(head) == LENGTH_BYTES and len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            break
-        data += part
-    if not data or len(data) != size:
-        raise EOFError
-    return json.loads(data), list(descriptors)
 
 
 # ---- the process ---------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Import, then serve until the socket is closed. It returns only in a fork, at the fork's end."""
+def main(set_up: Callable[..., Callable[[], None]] | None = None) -> None:
+    """Import, then serve until the socket is closed. It returns only in a fork, at the fork's end.
+
+    ``set_up`` is called in each fork, in place of `set_up_agent`.
+    """
     connection, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if not _die_with_parent(parent):
         return
@@ -316,37 +279,40 @@ def main() -> None:
     # All forks share this memory. In huge pages each agent would cause copies of them, which takes longer.
     forkserver.HUGE_PAGE_SIZE_FILE = Path(os.devnull)
     imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
-    become = _serve(connection, imported)
+    become = _serve(connection, imported, set_up or set_up_agent)
     gc.enable()
     become()
 
 
 def _die_with_parent(parent: int) -> bool:
     """Ask the kernel to kill this process with its parent; return whether the parent still lives."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    die_with_parent()
     return os.getppid() == parent
 
 
-def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Callable[[], None]:
+def _serve(
+    connection: socket.socket, import_environment: dict[str, str], set_up: Callable[..., Callable[[], None]]
+) -> Callable[[], None]:
     """Serve requests. It returns only in a fork: the function that the fork runs."""
     server_pid = os.getpid()
     while True:
         try:
-            request, descriptors = receive(connection, 1)
-        except (EOFError, OSError):
+            data, descriptors = receive_message(connection, MAX_MESSAGE_BYTES, 1)
+        except OSError:
             os._exit(0)  # the kernel ends the forked processes
+        request = json.loads(data)
         if "reap" in request:
-            send(connection, {"code": forkserver_manager.reap(request["reap"])})
-            continue
-        pid = forkserver.fork()
-        if pid == 0:
-            connection.close()
-            return _set_up_agent(server_pid, request, descriptors[0], import_environment)
-        os.close(descriptors[0])
-        send(connection, {"pid": pid})
+            answer = {"code": forkserver_manager.reap(request["reap"])}
+        else:
+            answer = {"pid": forkserver.fork()}
+            if answer["pid"] == 0:
+                connection.close()
+                return set_up(server_pid, request, descriptors[0], import_environment)
+            os.close(descriptors[0])
+        send_message(connection, json.dumps(answer).encode())
 
 
-def _set_up_agent(
+def set_up_agent(
     parent: int, request: dict[str, Any], output: int, import_environment: dict[str, str]
 ) -> Callable[[], None]:
     """In the fork: apply the request; return the function to run."""

@@ -47,6 +47,7 @@ DECIDED_FLAGS = {
     "nnodes", "nproc_per_node", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
     "local_addr", "local_ranks_filter", "standalone", "master_addr", "master_port", "ckpt_dir", "resume",
     "prove", "snapshot_every", "metrics", "quiet", "directory", "limit_s", "log_dir", "redirects", "tee",
+    "show_config",
 }  # fmt: skip
 
 
@@ -163,7 +164,8 @@ def parse_command(words: Sequence[str]) -> Rehearsal:
         raise ConfigError(f"--snapshot-every is {every}: a rehearsal takes a number of steps.")
     workers = str(args.nproc_per_node)
     total = int(workers) if workers.isdecimal() else 1
-    before = list(words[: len(words) - len(script_words)])
+    is_in_file = "training_script" in args.sources
+    before = list(words if is_in_file else words[: len(words) - len(script_words)])
     return Rehearsal(
         script=tuple(script_words),
         flags=tuple(_select_flags(parser, before)),

@@ -174,10 +174,10 @@ def _count_steps(run: Run, accumulate: int, explain: Callable[[int], str]) -> St
     ``accumulate`` is for a data order that does not know it.
     """
     run._step_counter = StepCounter(  # noqa: SLF001  not for scripts, as below
-        run._tracked,  # noqa: SLF001
+        run._generation.tracked,  # noqa: SLF001
         finish=run._finish_steps,  # noqa: SLF001
-        count_batches=lambda: run._progress.count_step_batches(accumulate),  # noqa: SLF001
-        get_marks=lambda: run._random_numbers.marks,  # noqa: SLF001
+        count_batches=lambda: run._generation.progress.count_step_batches(accumulate),  # noqa: SLF001
+        get_marks=lambda: run._generation.random_numbers.marks,  # noqa: SLF001
         explain=explain,
     )
     return run._step_counter  # noqa: SLF001
@@ -185,8 +185,8 @@ def _count_steps(run: Run, accumulate: int, explain: Callable[[int], str]) -> St
 
 def _note_counted_steps(run: Run) -> None:
     """Let this generation's checks know who counts the steps."""
-    run._progress.is_counted_by_requests = True  # noqa: SLF001
-    run._first_steps.note_counted_steps()  # noqa: SLF001
+    run._generation.progress.is_counted_by_requests = True  # noqa: SLF001
+    run._generation.first_steps.note_counted_steps()  # noqa: SLF001
 
 
 def _explain_nothing(batches_per_step: int) -> str:

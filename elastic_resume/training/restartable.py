@@ -40,11 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
-from elastic_resume.errors import ElasticResumeError, UsageError, WorldChanged
+from elastic_resume.errors import UsageError, WorldChanged
 from elastic_resume.ranks.group_connections import GroupConnections
-from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots.progress_page import STACKS_SIGNAL
-from elastic_resume.slots.slot_memory import ControlBlock
 from elastic_resume.training import worker_exit
 from elastic_resume.training.supervisor_link import SupervisorLink
 
@@ -433,20 +431,3 @@ def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
                 f"run.ddp: {name}=True is not possible in a run.restartable function: leave it out, or train "
                 "without run.restartable."
             )
-
-
-def has_saved_state(kind: str, control: ControlBlock, context: RankContext) -> bool:
-    """Return whether any node can hold a state of this job: this one does, or another one did."""
-    return (
-        kind == "resumed"
-        or any(slot.snapshot_id for slot in control.read_slots())
-        or bool(context.catalog.list_entries())
-    )
-
-
-def require_saved_state(kind: str) -> None:
-    """Raise if this process has trained and the next generation would start fresh from its objects."""
-    if kind == "cold":
-        raise ElasticResumeError(
-            "no saved state is left that this process could go on from, so it has to start again."
-        )

@@ -30,9 +30,9 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.built_settings import BuiltSettings
 from elastic_resume.state.parameters import FrozenParameters
 from elastic_resume.training import rank_claim, untracked, worker_exit
+from elastic_resume.training.generation import RunArguments
 from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.run import Run
-from elastic_resume.training.run_parts import RunArguments
 from elastic_resume.training.supervisor_link import open_link
 
 logger = logging.getLogger(__name__)
@@ -100,9 +100,10 @@ def resume(
     process group of torchrun's environment, unless the script has done so.
 
     An argument beats a flag of ``elastic-resume run``, the flag beats the environment
-    (``ELASTIC_RESUME_KEEP=5``), and the environment beats the default. There is one exception: under
-    ``elastic-resume run`` the agent decides ``ckpt_dir``, ``run_id`` and ``node_name``, and the arguments of
-    these names are ignored. The agent has locked that directory before the script starts.
+    (``ELASTIC_RESUME_KEEP=5``), the environment beats the file of ``--config`` (``ELASTIC_RESUME_CONFIG``),
+    and the file beats the default. There is one exception: under ``elastic-resume run`` the agent decides
+    ``ckpt_dir``, ``run_id`` and ``node_name``, and the arguments of these names are ignored. The agent has
+    locked that directory before the script starts.
 
     Args:
         model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).

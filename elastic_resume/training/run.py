@@ -23,25 +23,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_resume import constants, failpoints
+from elastic_resume import failpoints
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.data.global_batches import MicroBatch
-from elastic_resume.data.rank_values import exchange
 from elastic_resume.errors import MachineError, UsageError, WorldChanged
-from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.restore import replica_check
-from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.state import state_dict
-from elastic_resume.training import announce, ddp, ddp_check, hsdp, worker_exit
-from elastic_resume.training.first_steps import FirstSteps
-from elastic_resume.training.heartbeat import BUSY_LIMIT_S, count_collectives
-from elastic_resume.training.progress import StepLimit
-from elastic_resume.training.rank0_buffers import Rank0Buffers
+from elastic_resume.training import announce, ddp, hsdp, worker_exit
+from elastic_resume.training.generation import Generation, RunArguments, open_context
+from elastic_resume.training.heartbeat import BUSY_LIMIT_S
 from elastic_resume.training.restartable import (
     Interrupter,
     RestartableCall,
@@ -51,12 +46,9 @@ from elastic_resume.training.restartable import (
     check_groups,
     check_world,
     check_wrappers,
-    has_saved_state,
     release_wrapper,
-    require_saved_state,
     uninterrupted,
 )
-from elastic_resume.training.run_parts import RunArguments, RunParts, open_context, restore_parts
 from elastic_resume.training.script_hooks import ScriptHooks
 from elastic_resume.training.step_counter import StepCounter
 from elastic_resume.training.supervisor_link import SupervisorLink
@@ -96,8 +88,9 @@ class Run:
         self._interrupter = Interrupter()
         self._connections = GroupConnections()
         self._collectives: Collectives | None = None
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._open: Generation | None = None  # the newest generation, unless it is closed
         self._pid = os.getpid()
-        self._closed = True  # no generation is begun
         self._is_restartable = False  # a restartable function runs
         self._script_hooks = ScriptHooks(
             lambda: announce.log_unused_settings(arguments.built_settings, self.rank)
@@ -105,77 +98,41 @@ class Run:
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
         self._fsdp_modules = weakref.WeakSet(hsdp.find_fsdp_modules() if standby else ())
-        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._wrappers_checked = True  # in this generation
+        self._must_check_wrappers = False  # at the next step
         self._step_counter: StepCounter | None = None  # of `er.epochs` or `er.steps`
-        self._unfinished_loop = ""  # the place in a loop that has not come to its end
+        self._generation: Generation  # the newest one; every run has one when it is made
         if standby and link is not None:
             self._make_call(link).run(self._enter_generation)
         else:
             self._enter_generation()
-
-    def _begin_generation(self, parts: RunParts) -> None:
-        self._context = context = parts.context
-        self._tracked = parts.tracked
-        self._rank_values = parts.rank_values
-        self._rank0_buffers = Rank0Buffers(context, parts.tracked)
-        self._ddp_check = ddp_check.DDPCheck(context, self._wrappers, self._rank0_buffers)
-        self._replica_check = replica_check.FirstStepsCheck(context, parts.tracked)
-        self._node_dir = parts.node_dir
-        self._committer_connection = parts.committer_connection
-        self._bucket_order = parts.bucket_order
-        self._random_numbers = parts.random_numbers
-        self._state_bytes = parts.state_bytes
-        self._progress = parts.progress
-        self._heartbeat = parts.heartbeat
-        self._observers = make_step_observers(parts.heartbeat.set_measurement, count_collectives)
-        self._snapshot_scheduler = parts.snapshot_scheduler
-        self._plan = parts.result.plan
-        self._replay = parts.replay
-        self._drain_request = parts.drain_request
-        self._script_hooks.begin_generation()
-        self._closed = self._is_replicated = False
-        self._step_event_interval_s, self._next_step_event_s = context.settings.step_mark_s, 0.0
-        self._recorded_step = self._progress.position.step
-        self._step_limit = StepLimit(os.environ.get(constants.ENV_LAST_STEP, ""))
-        worker_exit.set_generation(
-            generation=self.generation,
-            read_step=lambda: self._recorded_step,
-            is_proving=lambda: self._replay is not None,
-        )
-        log_hint = functools.partial(announce.log_enumerate_hint, context, self._progress.position)
-        self._first_steps = FirstSteps(
-            self._tracked, self._arguments.batches, parts.result, self.rank, log_hint
-        )
-        self._start_generation(parts.result)
 
     # ---- position and size ---------------------------------------------------------------------------
 
     @property
     def position(self) -> Position:
         """The finished epochs, steps in the epoch, steps of the job, and samples."""
-        self._first_steps.note_position_read()
-        return self._progress.position
+        self._generation.first_steps.note_position_read()
+        return self._generation.progress.position
 
     @property
     def generation(self) -> int:
         """The number of this generation of workers; it grows over the whole job."""
-        return self._plan.generation
+        return self._generation.number
 
     @property
     def plan(self) -> ResumePlan:
         """The saved state from which this generation started, and the rejected ones."""
-        return self._plan
+        return self._generation.plan
 
     @property
     def rank(self) -> int:
         """This rank, 0 to world_size - 1."""
-        return self._context.collectives.rank
+        return self._generation.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks in this generation."""
-        return self._context.collectives.size
+        return self._generation.context.collectives.size
 
     @property
     def loss_weight(self) -> float:
@@ -184,17 +141,17 @@ class Run:
         It makes DDP's mean over ranks the exact mean over the global batch if the ranks' shares differ in
         size. It is 1.0 if they do not, and without ``data=``.
         """
-        return self._progress.loss_weight
+        return self._generation.progress.loss_weight
 
     @property
     def last_micro_batch(self) -> bool:
         """Whether the last batch from `micro_batches` completes its step."""
-        return self._progress.is_last_micro_batch
+        return self._generation.progress.is_last_micro_batch
 
     @property
     def world_change(self) -> WorldChange | None:
         """The change of world size or global batch since the restored state was saved, or None."""
-        return self._progress.world_change
+        return self._generation.progress.world_change
 
     # ---- training ------------------------------------------------------------------------------------
 
@@ -205,8 +162,8 @@ class Run:
         wrapped before `er.resume` needs no call. A tracked model is not broadcast (``init_sync=False``),
         because `er.resume` has compared all ranks. ``ddp_kwargs`` override the arguments chosen here.
         """
-        inner = state_dict.unwrap(model)
-        name = next((name for name, item in self._tracked.items() if item is inner), None)
+        generation, inner = self._generation, state_dict.unwrap(model)
+        name = next((name for name, item in generation.tracked.items() if item is inner), None)
         wrapper = state_dict.find_parallel_wrapper(model)
         if wrapper is not None or not dist.is_initialized():
             if self._is_restartable and getattr(wrapper, "reducer", wrapper) is None:
@@ -215,20 +172,16 @@ class Run:
                     "earlier world: write `ddp = run.ddp(model)` in it, with the model itself."
                 )
             if name is not None and isinstance(wrapper, DistributedDataParallel):
-                self._bucket_order.prepare(name, inner, wrapper)
-                for observer in self._observers:
-                    observer.watch(wrapper)
+                generation.watch(name, inner, wrapper)
                 self._wrappers.add(wrapper)
             return model
         if self._is_restartable:
             check_ddp_arguments(ddp_kwargs)
-        keys = ddp.find_keys(name, inner, self._bucket_order, self._wrappers)
+        keys = ddp.find_keys(name, inner, generation.bucket_order, self._wrappers)
         with self._arguments.frozen.thawed(name or "", keys):
             wrapped = ddp.wrap(model, is_tracked=name is not None, **ddp_kwargs)
             if name is not None:
-                self._bucket_order.prepare(name, inner, wrapped)
-                for observer in self._observers:
-                    observer.watch(wrapped)
+                generation.watch(name, inner, wrapped)
         self._wrappers.add(wrapped)
         return wrapped
 
@@ -243,8 +196,9 @@ class Run:
                 already.
 
         """
-        hsdp.replicate(model, self._context, was_sharded=self._snapshot_scheduler.is_sharded)
-        self._is_replicated = True
+        generation = self._generation
+        hsdp.replicate(model, generation.context, was_sharded=generation.snapshot_scheduler.is_sharded)
+        generation.is_replicated = True
         return model
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -254,9 +208,10 @@ class Run:
         epoch: a save that is due at its last step is made when the script asks for the next epoch. After the
         last epoch the final state is committed on every node.
         """
-        self._first_steps.is_loop_over_epochs = True
+        self._generation.first_steps.is_loop_over_epochs = True
+        progress = self._generation.progress
         return self._iterate(
-            "epoch", count, lambda: self._progress.position.epoch, self.begin_epoch, self.end_epoch
+            "epoch", count, lambda: progress.position.epoch, self.begin_epoch, self.end_epoch
         )
 
     def _iterate(
@@ -268,30 +223,31 @@ class Run:
         end: Callable[[], None],
     ) -> Iterator[int]:
         self._script_hooks.run()
-        self._first_steps.is_loop_of_script = True
-        self._random_numbers.start_at(self._progress.position.step)
+        generation = self._generation
+        generation.first_steps.is_loop_of_script = True
+        generation.random_numbers.start_at(generation.progress.position.step)
         finished = f"{unit} {get_number()} of {count} is over" if get_number() >= count else ""
-        self._earlier_run_notice.begin_loop(finished, is_stopped=self._is_stopped)
-        with self._heartbeat.idle_afterwards():
+        generation.earlier_run_notice.begin_loop(finished, is_stopped=self._is_stopped)
+        with generation.heartbeat.idle_afterwards():
             while get_number() < count and not self._is_stopped:
-                self._unfinished_loop = f"in {unit} {get_number() + 1} of {count}"
+                generation.unfinished_loop = f"in {unit} {get_number() + 1} of {count}"
                 yield begin()
                 if not self._is_stopped:
                     end()
             self._end_training()
 
     def _end_training(self) -> None:
-        self._unfinished_loop = ""
+        self._generation.unfinished_loop = ""
         self._save_final_state()
-        self._context.events.emit("run-end", **self._position_fields(), **self._progress_fields())
+        self._generation.emit_progress("run-end")
 
     def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
         """Yield (index, batch), like ``enumerate(loader)``; ``loader`` is that of the run, perhaps wrapped.
 
         In a resumed epoch the index goes on where the epoch was interrupted, while ``enumerate`` starts at 0.
         """
-        self._first_steps.note_enumerate()
-        return self._progress.enumerate_batches(loader)
+        self._generation.first_steps.note_enumerate()
+        return self._generation.progress.enumerate_batches(loader)
 
     @uninterrupted
     def stop(self) -> None:
@@ -308,18 +264,18 @@ class Run:
             return
         if self._step_counter is not None and self._step_counter.is_broken:
             raise UsageError("run.stop() was called while an exception was being handled, within a step.")
-        self._random_numbers.marks[IS_STOPPED] = True  # before the snapshot of an open step
+        generation = self._generation
+        generation.random_numbers.marks[IS_STOPPED] = True  # before the snapshot of an open step
         if self._step_counter is not None:
             self._step_counter.end_step(must_decide=True)
-        self._progress.stop()
-        exchange(self._rank_values, self._context.collectives)
-        self._rank0_buffers.receive()
-        with self._heartbeat.idle_afterwards():
+        generation.progress.stop()
+        generation.receive_from_ranks()
+        with generation.heartbeat.idle_afterwards():
             self._end_training()
 
     @property
     def _is_stopped(self) -> bool:
-        return bool(self._random_numbers.marks.get(IS_STOPPED))
+        return bool(self._generation.random_numbers.marks.get(IS_STOPPED))
 
     def begin_epoch(self, *, from_start: bool = False) -> int:
         """Begin the next epoch, or go on with an interrupted one; return its number.
@@ -334,9 +290,10 @@ class Run:
 
         """
         self._script_hooks.run()
-        self._random_numbers.start_at(self._progress.epoch_start_step)
-        self._first_steps.begin_epoch()
-        return self._progress.start_epoch(from_start=from_start)
+        generation = self._generation
+        generation.random_numbers.start_at(generation.progress.epoch_start_step)
+        generation.first_steps.begin_epoch()
+        return generation.progress.start_epoch(from_start=from_start)
 
     @uninterrupted
     def end_epoch(self) -> None:
@@ -349,11 +306,7 @@ class Run:
                 epoch's steps or fewer. A later epoch without any call is accepted.
 
         """
-        self._progress.end_epoch()
-        exchange(self._rank_values, self._context.collectives)
-        self._rank0_buffers.receive()
-        if self._save_if_due():
-            self._drain_request.terminate_process()
+        self._generation.end_epoch()
 
     def step(self) -> None:
         """Count the step that just finished. Call it once after each optimizer step.
@@ -374,52 +327,22 @@ class Run:
 
     def _finish_steps(self, count: int) -> None:
         """Mark the step boundary after ``count`` steps, of which the loop has skipped all but the last."""
-        if self._closed:
+        if self._open is None:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
-        if self._is_stopped and not self._unfinished_loop:
+        if self._is_stopped and not self._generation.unfinished_loop:
             raise UsageError(
                 "the loop takes another step after run.stop(), which has ended the training of this job: "
                 "leave the loop with `break`. To train on, start a job with another --rdzv-id."
             )
         self._script_hooks.run()
         self._count_step(count - 1)
-        failpoints.hit("between-steps", self._progress.position.step)
+        failpoints.hit("between-steps", self._generation.progress.position.step)
 
     @uninterrupted
     def _count_step(self, skipped: int) -> None:
-        self._earlier_run_notice.log_and_record()
-        self._step_limit.check(self._progress.position.step)
-        if not self._wrappers_checked:
+        if self._must_check_wrappers:
             self._check_wrappers()
-        position = self._progress.finish_step(skipped)
-        exchange(self._rank_values, self._context.collectives)
-        self._ddp_check.before_buffers()
-        self._rank0_buffers.receive()
-        self._bucket_order.end_step()
-        self._replica_check.after_step(position.step, has_ddp=self._bucket_order.has_ddp)
-        failpoints.hit("step", position.step)
-        self._random_numbers.after_step(position.step)
-        if is_at_end := self._progress.has_no_batch_left and self._replay is None:
-            self._snapshot_scheduler.after_step(position, may_commit=False)
-        is_drained = not is_at_end and self._save_if_due()
-        # A step counts as finished only now, when its snapshot has begun: a process that dies earlier leaves
-        # no copy of it, and its peers may be stopped before they have one.
-        self._record_step(position)
-        if is_drained:
-            self._drain_request.terminate_process()
-        for observer in self._observers:
-            observer.end_step()
-        self._first_steps.end_step()
-
-    def _record_step(self, position: Position) -> None:
-        self._heartbeat.finish_step(position.step)
-        self._recorded_step = position.step
-        if self._progress.has_no_batch_left:
-            self._heartbeat.end_epoch(position.step)
-        now = time.monotonic()
-        if now >= self._next_step_event_s:
-            self._next_step_event_s = now + self._step_event_interval_s
-            self._context.events.emit("step", **self._position_fields(), **self._progress_fields())
+        self._generation.finish_step(skipped)
 
     def micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of ``loader`` if one optimizer step reads several of them (``micro_batch=``).
@@ -427,7 +350,7 @@ class Run:
         `loss_weight` then belongs to the last batch. With it the losses of a step add up to the mean over the
         global batch, also at the end of an epoch.
         """
-        return self._progress.read_micro_batches(loader)
+        return self._generation.progress.read_micro_batches(loader)
 
     def upcoming_batches(self) -> Iterator[MicroBatch]:
         """Yield a `MicroBatch` for each batch of the loader, from the position to the end of the epoch.
@@ -439,7 +362,7 @@ class Run:
             UsageError: ``data=`` is missing, or is a `ShardedStream`.
 
         """
-        return self._progress.upcoming_batches()
+        return self._generation.progress.upcoming_batches()
 
     def restartable(self, function: Callable[P, T]) -> Callable[P, T]:
         """Let this process outlive changes of the world: ``function`` is called again after each.
@@ -493,9 +416,7 @@ class Run:
 
         It ends with the generation, and the function makes it again.
         """
-        if self._collectives is None:
-            return dist.new_group(*args, **kwargs)
-        return self._collectives.new_group(*args, **kwargs)
+        return self._generation.context.collectives.new_group(*args, **kwargs)
 
     def take_signals(self) -> None:
         """Handle SIGTERM again, after a library has put its own handler in place.
@@ -506,8 +427,8 @@ class Run:
             UsageError: called outside the main thread.
 
         """
-        if not self._closed:  # nothing would read the request
-            self._drain_request.install_handler()
+        if self._open is not None:  # else nothing would read the request
+            self._open.drain_request.install_handler()
 
     def save(self) -> Path | None:
         """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.
@@ -526,14 +447,7 @@ class Run:
         if self._step_counter is not None:
             self._step_counter.end_step(must_decide=True)
             self._step_counter.note_save()
-        if not (self._context.is_local_leader or self._snapshot_scheduler.is_sharded):
-            return None
-        if self._replay is not None:  # a newer state is saved, and this one may prove wrong
-            return self._replay.find_checkpoint() if self._context.is_local_leader else None
-        position, is_epoch_over = self._progress.position_to_resume_from()
-        self._snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
-        with self._heartbeat.busy():
-            return self._snapshot_scheduler.commit(position, is_epoch_over=is_epoch_over)
+        return self._generation.save()
 
     def assert_ranks_equal(self) -> None:
         """Check that all ranks hold the same state, bit for bit.
@@ -546,8 +460,10 @@ class Run:
             UntrackableError: on all ranks; an object of some rank now holds state that cannot be stored.
 
         """
-        with self._heartbeat.busy():
-            replica_check.require_equal(self._context, self._tracked, self._progress.position.step)
+        generation = self._generation
+        with generation.heartbeat.busy():
+            step = generation.progress.position.step
+            replica_check.require_equal(generation.context, generation.tracked, step)
 
     def on_resume(self, hook: H) -> H:
         """Call ``hook(run)`` in each generation that resumes saved state, before it trains.
@@ -564,7 +480,7 @@ class Run:
         """
 
         def add() -> None:
-            if self._plan.kind == "resumed":
+            if self.plan.kind == "resumed":
                 self._script_hooks.add(lambda: hook(self))
 
         self._script_hooks.register(add, is_permanent=not self._is_restartable)
@@ -598,8 +514,8 @@ class Run:
         Use it on all ranks, because ranks that wait for others do not step either. After ``limit_s`` seconds,
         four hours unless given, hang detection goes on; 0 means never.
         """
-        self._context.events.emit("busy", **self._position_fields(), reason=reason)
-        with self._heartbeat.busy(limit_s):
+        self._generation.emit("busy", reason=reason)
+        with self._generation.heartbeat.busy(limit_s):
             yield
 
     def close(self) -> None:
@@ -611,28 +527,22 @@ class Run:
             MachineError: the job has one node, and its disk fails.
 
         """
-        if not self._closed and sys.exc_info()[0] is not None:
+        if is_broken := sys.exc_info()[0] is not None:
             logger.debug("the run was closed while an exception was being handled: nothing more was saved.")
-            self._release()
-        else:
-            self._save_and_release()
+        self._close(must_save=not is_broken)
 
     def __enter__(self) -> Run:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._release()
-        else:
-            self._save_and_release()
+        self._close(must_save=kind is None)
 
     # ---- generations of one process ------------------------------------------------------------------
 
     @uninterrupted
     def _enter_generation(self) -> None:
         """Join the ranks of this generation, restore the state, and begin."""
-        was_called, may_be_changed = self._script_state is not None, self._has_restored
-        self._has_restored = True
+        was_called = self._script_state is not None
         if self._script_state is not None:
             self._script_state.reset()
         self._collectives, self._connections = None, GroupConnections()
@@ -643,29 +553,38 @@ class Run:
         self._collectives = Collectives.join(gpus, self._connections)
         hsdp.reconnect(self._fsdp_modules)
         context = open_context(self._collectives, self._arguments, base_hook)
-        parts = restore_parts(context, self._arguments, self._tensor_pool)
+        may_be_changed, self._has_restored = self._has_restored, True
+        self._generation = self._open = Generation(
+            context,
+            self._arguments,
+            self._wrappers,
+            must_resume=may_be_changed,
+            tensor_pool=self._tensor_pool,
+        )
         self._tensor_pool = None
-        if may_be_changed:
-            require_saved_state(parts.result.plan.kind)
-        self._begin_generation(parts)
+        self._script_hooks.begin_generation()
+        atexit.register(self._release)
         self._script_hooks.add_again()
         if was_called:
             self._begin_training()
 
     def _begin_training(self) -> None:
         """Note what the script may change, and let the agent know that this process can stay."""
+        generation = self._generation
         if self._script_state is None:
-            self._script_state = ScriptState(self._tracked)
-        self._wrappers_checked = False
-        start_s = round(self._arguments.start_s, 3)
-        fields = {"generation": self.generation, "start_s": start_s, "state_bytes": self._state_bytes}
-        self._context.events.emit("restartable", **fields)
+            self._script_state = ScriptState(generation.tracked)
+        self._must_check_wrappers = True
+        generation.context.events.emit(
+            "restartable",
+            generation=generation.number,
+            start_s=round(self._arguments.start_s, 3),
+            state_bytes=generation.state_bytes,
+        )
 
     def _leave_generation(self) -> str:
         """Release all that belongs to this generation; return why this process can enter no other, or ""."""
         obstacle = ""
-        control = self._committer_connection.slot_client.control_block
-        if not (self._closed or has_saved_state(self._plan.kind, control, self._context)):
+        if self._open is not None and not self._open.has_saved_state():
             obstacle = "no snapshot or checkpoint exists that it could load"
         elif self._script_state is not None and not self._script_state.has_same_modes():
             obstacle = "it was interrupted at the begin or end of an autocast or inference block"
@@ -688,111 +607,57 @@ class Run:
         )
 
     def _stop_waiting_for_peers(self) -> None:
-        self._snapshot_scheduler.snapshotter.stop_waiting_for_peers()
+        if self._open is not None:
+            self._open.stop_waiting_for_peers()
 
     def _check_restartable(self) -> None:
         check_call(is_second=self._script_state is not None)
-        if self._link is None or self._collectives is None:
+        if self._link is None:
             return
         self._fsdp_modules = weakref.WeakSet(hsdp.find_survivors())
         check_world(
-            owns_group=self._collectives.created_default_group,
-            is_wrapped=bool(self._wrappers) or self._is_replicated,
+            owns_group=self._generation.context.collectives.created_default_group,
+            is_wrapped=bool(self._wrappers) or self._generation.is_replicated,
         )
 
     def _check_wrappers(self) -> None:
         """Refuse, at the first step, what the function has made and could not be made anew."""
-        self._wrappers_checked = True
+        self._must_check_wrappers = False
         if self._link is not None:
             check_groups(self._connections)
-            check_wrappers(self._wrappers, may_lack=self._is_replicated or self.world_size == 1)
+            may_lack = self._generation.is_replicated or self.world_size == 1
+            check_wrappers(self._wrappers, may_lack=may_lack)
 
     # ---- internals -----------------------------------------------------------------------------------
 
-    def _start_generation(self, result: ResumeResult) -> None:
-        """Emit the events of the start, and log it."""
-        position = self._progress.position
-        self._earlier_run_notice = announce.EarlierRunNotice(result, self._context, position, sys.argv)
-        self._heartbeat.start_generation(self.generation, position.step)
-        announce.start_worker(self._context, self.generation, position.step, self._tracked)
-        self._random_numbers.start_at(position.step)
-        if self.rank == 0:
-            announce.log_start(result, self._context, position, world_change=self.world_change)
-        atexit.register(self._release)
-
-    def _save_if_due(self) -> bool:
-        """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
-        is_drained = self._drain_request.requested and self._context.is_local_leader
-        if self._replay is not None:
-            self._compare_replay()
-            return is_drained
-        scheduler, is_epoch_over = self._snapshot_scheduler, self._progress.is_epoch_over
-        if is_drained and not scheduler.is_sharded:
-            with self._heartbeat.busy():
-                scheduler.keep_state(self._progress.position, is_epoch_over=is_epoch_over)
-            return True
-        scheduler.after_step(self._progress.position, is_epoch_over=is_epoch_over, is_drained=is_drained)
-        return is_drained and scheduler.has_kept(self._progress.position, is_epoch_over=is_epoch_over)
-
-    def _compare_replay(self) -> None:
-        """Compare if the replay ends here."""
-        if self._replay is not None and self._replay.has_reached(self._progress.position):
-            with self._heartbeat.busy():
-                self._replay.finish(self._progress.position)
-            self._replay = None
-
-    def _position_fields(self) -> dict[str, int]:
-        return {"generation": self.generation, "step": self._progress.position.step}
-
-    def _progress_fields(self) -> dict[str, float]:
-        return {
-            "epoch": self._progress.position.epoch,
-            "stalled_s": round(self._snapshot_scheduler.meter.total_stall_s, 3),
-        }
-
-    def _save_and_release(self) -> None:
+    def _close(self, *, must_save: bool) -> None:
         try:
-            if not self._closed:
+            if must_save and self._open is not None:
                 self._save_final_state()
         finally:
             self._release()
 
     def _save_final_state(self) -> None:
         """Commit the final state, in several attempts."""
-        if self._replay is not None:
-            self._replay.end(self._progress.position_to_resume_from()[0])
-            self._replay = None
+        generation = self._generation
+        generation.end_replay()
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
-            if self._snapshot_scheduler.has_committed(self._progress.position):
+            if generation.snapshot_scheduler.has_committed(generation.progress.position):
                 break
             time.sleep(RETRY_S)
         else:
-            if len(self._context.local_leader_by_node) == 1:  # other nodes hold the final state too
+            if len(generation.context.local_leader_by_node) == 1:  # other nodes hold the final state too
                 raise MachineError(
-                    f"the end state (step {self._progress.position.step}) could not be saved in "
-                    f"{self._context.node_dir}: see the log lines above, free space, and start the job again."
+                    f"the end state (step {generation.progress.position.step}) could not be saved in "
+                    f"{generation.context.node_dir}: see the log lines above, free space, and start the job "
+                    "again."
                 )
 
     def _release(self, *, is_over: bool = True) -> None:
-        if self._closed or os.getpid() != self._pid:  # a forked child owns nothing here
+        generation = self._open
+        if generation is None or os.getpid() != self._pid:  # a forked child owns nothing here
             return
-        self._closed = True
-        if is_over:
-            worker_exit.report_caught_error()
-            self._earlier_run_notice.log_and_record("the script has taken no step")
-            if self._unfinished_loop and self.rank == 0 and not worker_exit.is_error_raised():
-                announce.warn_of_unfinished_loop(self._unfinished_loop)
-        else:
-            self._stop_waiting_for_peers()
+        self._open = None
         atexit.unregister(self._release)  # the registration would keep this run and its slots alive
-        for observer in self._observers:
-            observer.close()
-        self._heartbeat.close()
-        self._bucket_order.close()
-        self._first_steps.close()
-        self._drain_request.restore_handler()
-        self._snapshot_scheduler.close()
-        self._committer_connection.close()
-        self._node_dir.release()
-        self._context.events.close()
+        generation.close(is_over=is_over)

@@ -19,7 +19,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import NoReturn
 
 from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError
+from elastic_resume.local_socket import read_peer
 
 STREAMS = 3
 AGENT_POLL_INTERVAL_S = 1.0
@@ -104,8 +104,7 @@ class SupervisorLink:
             return isinstance(error, FileNotFoundError)
 
     def _end_with_supervisor(self) -> NoReturn:
-        credentials = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        supervisor, _, _ = struct.unpack("3i", credentials)
+        supervisor, _ = read_peer(self._connection)
         with contextlib.suppress(OSError):
             if supervisor > 0:  # else it is in another PID namespace
                 os.kill(supervisor, signal.SIGKILL)

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,7 +26,7 @@ from kubernetes_validate.utils import all_versions
 
 from elastic_resume import config, constants
 from elastic_resume.agent import torchelastic
-from elastic_resume.schedulers import environment
+from elastic_resume.schedulers import environment, slurm
 from elastic_resume.units import parse_kubernetes_quantity
 from tests.support import manifests
 from tests.support.manifests import container
@@ -384,6 +385,7 @@ case "$(basename "$0") $1" in
   "srun "*) exit "$SRUN_EXIT" ;;
   "scontrol requeue") exit "$REQUEUE_EXIT" ;;
   "scontrol show") echo "JobId=1 JobName=j $SHOWN" ;;
+  "sinfo "*) printf '%s\n' $PARTITION ;;
 esac
 """
 
@@ -413,7 +415,7 @@ def submit(tmp_path: Path, *words: str, srun_exit: int = 0, **variables: str) ->
     """Run a batch script in the environment that Slurm would give it."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("srun", "scontrol"):
+    for name in ("srun", "scontrol", "sinfo"):
         (programs / name).write_text(STAND_IN)
         (programs / name).chmod(0o755)
     environment = {
@@ -508,6 +510,57 @@ def test_script_requeues_a_job_that_asks_for_it_or_was_preempted(
     """No other end of a job, and no more than 100 times."""
     ended = submit(tmp_path, "train.py", srun_exit=code, **variables)
     assert (ended.code, ended.requeues) == (ends_with, [["requeue", job] for job in requeued])
+
+
+OTHERS = "PARTITION"
+
+
+@pytest.mark.parametrize(
+    ("ages_min", "variables", "excluded"),
+    [
+        ({}, {}, []),
+        ({"n2": 1}, {}, ["n2"]),
+        ({"n1": 9, "n2": 5, "n3": 1}, {}, ["n3,n2"]),  # the newest two
+        ({"n1": 9, "n2": 5, "n3": 1}, {"MAX_EXCLUDED": "3"}, ["n3,n2,n1"]),
+        ({"n1": 2000, "n2": 1}, {}, ["n2"]),  # of a day
+        ({"n1": 2000}, {}, [""]),
+        ({"n2": 9}, {"EXCLUDE_MINUTES": "5"}, [""]),
+        ({"n2": 1}, {"SHOWN": "JobState=RUNNING ExcNodeList=n[8-9] PreemptTime=None"}, ["n[8-9],n2"]),
+        ({"n2": 1}, {"SHOWN": "JobState=RUNNING ExcNodeList=(null) PreemptTime=None"}, ["n2"]),
+        ({"n2": 1}, {OTHERS: "n1 n2 n3"}, [""]),  # three nodes that the job needs
+        ({"n2": 1}, {OTHERS: "n1 n2 n3 n4"}, ["n2"]),
+    ],
+)
+def test_requeued_job_does_not_get_the_nodes_that_it_excluded(
+    tmp_path: Path, ages_min: dict[str, int], variables: dict[str, str], excluded: list[str]
+) -> None:
+    """Bounded in number and time, beside the user's own list, and only where others are enough."""
+    directory = tmp_path / ".elastic_resume" / "1234567.excluded"
+    for node, age_min in ages_min.items():
+        slurm.record_excluded_node(str(directory), node)
+        then = time.time() - 60 * age_min
+        os.utime(directory / node, (then, then))
+    given = {OTHERS: "n1 n2 n3 n4 n5 n6", "SLURM_SUBMIT_DIR": str(tmp_path), **variables}
+    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, **given)
+    assert ended.code == 0
+    updates = [call for call in ended.scontrol if call[0] == "update"]
+    assert updates == [["update", "JobId=1234567", f"ExcNodeList={nodes}"] for nodes in excluded]
+    # The next time Slurm shows what the script has set; the user's own list stays what it was.
+    if "n[8-9],n2" in excluded:
+        os.utime(directory / "n2", (0, 0))
+        shown = "JobState=RUNNING ExcNodeList=n[8-9],n2 PreemptTime=None"
+        again = tmp_path / "again"
+        again.mkdir()
+        ended = submit(again, "train.py", srun_exit=constants.EXIT_REQUEUE, **{**given, "SHOWN": shown})
+        assert ["update", "JobId=1234567", "ExcNodeList=n[8-9]"] in ended.scontrol
+
+
+def test_finished_job_forgets_the_excluded_nodes(tmp_path: Path) -> None:
+    """And a cluster that cannot be asked excludes none."""
+    directory = tmp_path / ".elastic_resume" / "1234567.excluded"
+    slurm.record_excluded_node(str(directory), "n2")
+    submit(tmp_path, "train.py", SLURM_SUBMIT_DIR=str(tmp_path), PARTITION="")
+    assert not directory.exists()
 
 
 def test_first_script_of_the_guide_survives_a_lost_node() -> None:

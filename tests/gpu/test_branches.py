@@ -74,7 +74,7 @@ def test_snapshot_equals_state_at_step_boundary(gpu: Gpu, begin: Begin) -> None:
         assert is_complete(run)
         assert_held(run, number, state)
     assert failures(run) == []
-    pinned = run._snapshot_scheduler.snapshotter._cuda_streams._pinned_slots
+    pinned = run._generation.snapshot_scheduler.snapshotter._cuda_streams._pinned_slots
     assert pinned
     assert all(pinned.values())
     run.close()
@@ -156,8 +156,12 @@ def test_change_during_copy_discards_snapshot(
         model.weight.data = before
     assert ["model/weight" in reason for reason in failures(run)] == [True]
     assert capsys.readouterr().err.count("since model/weight changed before optimizer.step() while it") == 1
-    wait_until((run._context.node_dir / "g000001-s0000000002").is_dir, "the commit that step 1 has missed")
-    later = Snapshotter(run._tracked, run._committer_connection.slot_client, run._context, 2)
+    wait_until(
+        (run._generation.context.node_dir / "g000001-s0000000002").is_dir, "the commit that step 1 has missed"
+    )
+    later = Snapshotter(
+        run._generation.tracked, run._generation.committer_connection.slot_client, run._generation.context, 2
+    )
     assert later.start_snapshot(run.position)
     assert later._job is None or later._job.done.is_set()
     later.close()
@@ -173,7 +177,7 @@ def test_change_of_dtype_during_copy_ends_background_copies(gpu: Gpu, begin: Beg
         model(gpu.put(torch.randn(6, 64))).pow(2).sum().backward()
         optimizer.step()
         before = model.weight.data
-        run._snapshot_scheduler.snapshotter._copy_thread.submit(CopyJob(lambda _: time.sleep(0.2)))
+        run._generation.snapshot_scheduler.snapshotter._copy_thread.submit(CopyJob(lambda _: time.sleep(0.2)))
         run.step()
         if number == 1:
             model.weight.data = gpu.put(before.half())
@@ -251,7 +255,7 @@ def test_gpu_of_model_is_found_and_given_to_ddp(
         return model
 
     monkeypatch.setattr(ddp, "DistributedDataParallel", wrap)
-    monkeypatch.setattr(run._bucket_order, "prepare", lambda *_: None)
+    monkeypatch.setattr(run._generation.bucket_order, "prepare", lambda *_: None)
     monkeypatch.setattr(run, "_observers", [])
     run.ddp(objects["model"])
     assert given == [{"init_sync": False, "device_ids": [0]}]

@@ -35,7 +35,9 @@ with Cluster(Path("job"), nodes=1, workers_per_node=2, flags=["--snapshot-every"
     command = [sys.executable, "-m", "elastic_resume"]
     status = [*command, "status", str(cluster.nodes[0].ckpt_dir / cluster.run_id)]
     text = b"job: generation 2, 1 node, 2 ranks"
-    cluster.wait(lambda: text in subprocess.run(status, check=True, capture_output=True).stdout, "its status")
+    def is_shown():  # an agent that answers late counts as one that does not
+        return text in subprocess.run(status, check=False, capture_output=True).stdout
+    cluster.wait(is_shown, "its status")
     subprocess.run([*command, "--help"], check=True)
     Path("asked").touch()
     assert cluster.wait_exit() == [0]

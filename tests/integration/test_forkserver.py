@@ -679,8 +679,8 @@ def test_standby_resumes_for_shim_that_came_early(standby_environ: dict[str, str
 def test_standby_ends_with_shim_and_agent(
     end: str, standby_environ: dict[str, str], lease_page: LeasePage, tmp_path: Path
 ) -> None:
-    """It may have to start for minutes until it could park."""
-    process = start(standby_environ, sleeper(tmp_path))
+    """It may have to start for minutes until it could park, and has no step to save in the grace period."""
+    process = start(standby_environ | {constants.ENV_GRACE: "600"}, sleeper(tmp_path))
     pids = [wait_for_pid(tmp_path / name) for name in ("worker", "child")]
     if end == "signal":
         process.terminate()

@@ -26,9 +26,10 @@ from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
 from elastic_resume.mechanisms.hangs import stack_dump
 from elastic_resume.mechanisms.hangs.detector import MAX_REPORTS, HangDetector
+from elastic_resume.mechanisms.hangs.judge import MIN_UNPROVEN_DELAY_S
 from elastic_resume.policy.flight_recorder import parse_dumps
-from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, Stall
 from elastic_resume.policy.reasons import from_json
+from elastic_resume.policy.stalls import Stall
 from elastic_resume.policy.wording import describe_stall
 from elastic_resume.slots.progress_page import (
     STACKS_SIGNAL,

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -269,7 +270,7 @@ def test_signal_that_nohup_ignores_does_not_reach_worker(start: Any, tmp_path: P
 def test_worker_ignoring_sigterm_is_killed_after_grace_period(
     environ: dict[str, str], start: Any, tmp_path: Path
 ) -> None:
-    """The event says that it was stopped."""
+    """The event says that it was stopped, and when that began."""
     environ[constants.ENV_GRACE] = "0.3"
     process = start("/bin/sh", "-c", f"trap '' TERM; echo $$ > {tmp_path / 'pid'}; exec sleep 600")
     wait_for_pid(tmp_path / "pid")
@@ -277,6 +278,7 @@ def test_worker_ignoring_sigterm_is_killed_after_grace_period(
     assert process.wait(30) == -signal.SIGKILL
     event = read_exit_event(tmp_path)
     assert (event["signal"], event["stopped"]) == ("SIGKILL", True)
+    assert event["stopped_at"] <= event["t"] - 0.29
 
 
 @pytest.mark.usefixtures("lease_page")
@@ -307,7 +309,10 @@ def test_signal_after_failure_of_same_round_kills_at_once(
     process.terminate()
     wait_for(signalled.exists, "the signal to reach the worker")
     assert is_alive(worker)
+    other = start("/bin/sh", "-c", f"echo $$ > {tmp_path / 'other'}; exec sleep 600")
+    wait_for_pid(tmp_path / "other")
     assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
+    wait_for_lease_polls(other)  # torchelastic stops the others, and nobody else does
     process.terminate()
     assert process.wait(30) == -signal.SIGKILL
     assert not is_alive(worker)
@@ -573,6 +578,28 @@ def test_renewed_lease_keeps_worker_alive(lease_page: LeasePage, environ: Any, t
         wait_for(lambda: not any(map(is_alive, pids)), "worker and grandchild to die")
 
 
+def test_worker_that_copies_its_last_step_for_ever_is_killed(
+    lease_page: LeasePage, environ: Any, tmp_path: Path
+) -> None:
+    """It may finish the copy; one that is stopped never does. A later lease and a signal change nothing."""
+    control_block = tmp_path / "slots"
+    words = [0] * (supervisor.COPYING_START + supervisor.MAX_LOCAL_RANKS)
+    words[supervisor.COPYING_START] = 7
+    control_block.write_bytes(struct.pack(f"{len(words)}Q", *words))
+    environ |= {constants.ENV_SLOTS: str(control_block), constants.ENV_LOCAL_RANK: "0"}
+    limit = "supervisor.COPY_TIMEOUT_S = 1"
+    command = f"echo $$ > {tmp_path / 'pid'}; exec sleep 600"
+    with changed_shim(limit, environ, "/bin/sh", "-c", command) as process:
+        worker = wait_for_pid(tmp_path / "pid")
+        lease_page.set(-math.inf)
+        wait_for_lease_polls(process)
+        lease_page.set(math.inf)
+        process.terminate()
+        event = lease_expired_event(tmp_path)
+    assert event["worker_pid"] == worker
+    assert event["stopped_at"] <= event["t"] - 0.49
+
+
 def test_shim_exits_when_agent_renews_lease_of_dead_worker(
     lease_page: LeasePage, start: Any, tmp_path: Path
 ) -> None:
@@ -610,6 +637,7 @@ def test_worker_without_readable_lease_page_does_not_start(
     assert process.returncode == 1
     assert error.startswith("elastic_resume: no worker can start without a lease, and its page ")
     assert path in error
+    assert {"missing": "No such file or directory", "short": "mmap"}[kind] in error
     assert error.count("\n") == 1
     assert not (tmp_path / "started").exists()
     event = read_exit_event(tmp_path)
@@ -777,6 +805,24 @@ def test_end_of_parked_worker_is_no_failure(victim: str, node: ParkingNode) -> N
     assert node.start(3)[1] != worker
     assert not is_alive(worker)
     assert not node.list_exits(worker)
+
+
+def test_parked_worker_that_takes_no_message_is_replaced(node: ParkingNode) -> None:
+    """Its new environment is more than the socket holds."""
+    worker, _ = node.park()
+    os.kill(worker, signal.SIGSTOP)
+    node.environ["LARGE"] = "x" * 100_000
+    node.environ |= {f"LARGE{n}": "x" * 100_000 for n in range(8)}
+    assert node.start(3)[1] != worker
+    assert not is_alive(worker)
+
+
+def test_worker_that_no_shim_would_find_is_killed(node: ParkingNode) -> None:
+    """The file that names its socket is gone, and the launcher shim must not wait for it."""
+    shim, worker = node.start(2)
+    node.parked_file.unlink()
+    assert node.stop(shim) == -signal.SIGKILL
+    assert not is_alive(worker)
 
 
 def test_malformed_requests_do_not_end_parked_worker(node: ParkingNode) -> None:

@@ -396,8 +396,8 @@ def begin(loggers: Any, directory: Path, kind: str) -> None:
     node_dir = directory / "ckpt" / "job" / "n"
     node_dir.mkdir(parents=True, exist_ok=True)
     context = SimpleNamespace(is_local_leader=True, node_dir=node_dir)
-    parts = {"_context": context, "_progress": SimpleNamespace(position=Position(0, 1, 1, 4))}
-    loggers.begin_generation(SimpleNamespace(rank=0, plan=SimpleNamespace(kind=kind), **parts))
+    parts = SimpleNamespace(context=context, progress=SimpleNamespace(position=Position(0, 1, 1, 4)))
+    loggers.begin_generation(SimpleNamespace(rank=0, plan=SimpleNamespace(kind=kind), _generation=parts))
 
 
 @pytest.mark.filterwarnings("ignore")

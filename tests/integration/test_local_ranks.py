@@ -27,7 +27,7 @@ torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = er.resume(model=model, optimizer=optimizer, snapshot_every=1, save_every=2)
-snapshots = run._snapshot_scheduler.snapshotter
+snapshots = run._generation.snapshot_scheduler.snapshotter
 ddp, is_leader, results = run.ddp(model), run.rank == 0, {"problems": []}
 
 def step():
@@ -38,7 +38,7 @@ def digest_model():
     return state_dict.digest_leaves(state_dict.flatten({"model": model}).leaves)
 
 def read_newest():
-    newest = run._committer_connection.slot_client.find_newest()
+    newest = run._generation.committer_connection.slot_client.find_newest()
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
     return newest.manifest.step, state_dict.digest_leaves(leaves)
@@ -63,7 +63,7 @@ if is_leader:
     results["finished"] = snapshots.wait_until_complete(20)
     results["step"] = read_newest()[0]
 results["problem"] = snapshots.problem
-run._context.run_on_all_ranks(lambda: None)
+run._generation.context.run_on_all_ranks(lambda: None)
 """
 LATE_RANK = """
 import pathlib
@@ -80,14 +80,14 @@ if not is_leader:
 run.step()  # on rank 1 it waits for the copy
 if is_leader:
     model[0].weight.data.add_(1)
-    results["taken"] = snapshots.start_snapshot(run._progress.finish_step(), leader_only=True)
+    results["taken"] = snapshots.start_snapshot(run._generation.progress.finish_step(), leader_only=True)
     snapshots.wait_for_copy()
     go.touch()
-run._context.run_on_all_ranks(lambda: None)  # rank 1 has finished its copy
+run._generation.context.run_on_all_ranks(lambda: None)  # rank 1 has finished its copy
 if is_leader:
     at, found = read_newest()
     results["whole"] = at == 1 or all(found[name] == one for name, one in digest_model().items())
-run._context.run_on_all_ranks(lambda: None)
+run._generation.context.run_on_all_ranks(lambda: None)
 """
 FROZEN_ON_LEADER = """
 results["stale"] = []
@@ -97,19 +97,19 @@ for number in range(6):
         snapshots.start_snapshot(run.position, leader_only=True)
         snapshots.wait_for_copy()
         model[0].weight.requires_grad_(True)
-    run._context.run_on_all_ranks(lambda: None)
+    run._generation.context.run_on_all_ranks(lambda: None)
     step()
     want = digest_model()
     run.step()
     snapshots.wait_for_copy()
-    run._context.run_on_all_ranks(lambda: None)
+    run._generation.context.run_on_all_ranks(lambda: None)
     if is_leader:
         whole = snapshots.wait_until_complete()
         at, found = read_newest()
         results["problems"].append(whole)
         counts = whole and at == number + 1
         results["stale"] += [name for name, one in want.items() if counts and found[name] != one]
-    run._context.run_on_all_ranks(lambda: None)
+    run._generation.context.run_on_all_ranks(lambda: None)
 """
 REPORT = """
 print(json.dumps(results))

@@ -47,7 +47,7 @@ run = er.resume(
     model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ckpt_dir=sys.argv[1], run_id="job"
 )
 assert threads(), "gloo calls its threads otherwise: count those"
-ours = weakref.ref(run._context.collectives._group)
+ours = weakref.ref(run._generation.context.collectives._group)
 if "destroyed" in sys.argv:
     dist.destroy_process_group()
 if "stop" in sys.argv:
@@ -55,7 +55,7 @@ if "stop" in sys.argv:
         Path(sys.argv[1]).with_name("stopping").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     if "pending" in sys.argv:  # as in a script that ends by an error in the middle of things
-        work = dist.all_reduce(torch.ones(1), group=run._context.collectives._group, async_op=True)
+        work = dist.all_reduce(torch.ones(1), group=run._generation.context.collectives._group, async_op=True)
 run.close()
 """
 

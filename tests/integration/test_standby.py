@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing import Cluster
-from tests.support.paths import SCRIPTS
+from tests.support.paths import ROOT, SCRIPTS
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
@@ -138,3 +140,41 @@ def test_standby_ends_with_the_job(job: Job, end: str) -> None:
         assert job.cluster.wait_exit() == [constants.EXIT_SIGNAL_BASE + signal.SIGTERM] * 3
     assert "did not reach er.resume()" not in job.cluster.output(1)
     wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes")
+
+
+RESTORE = """
+import gc, os, sys, time
+from tests.support.own_supervisor import Supervisor
+supervisor = Supervisor()
+import torch
+import elastic_resume as er
+from elastic_resume import failpoints
+from elastic_resume.training.restartable import Interrupter
+
+def end_first_world():
+    if supervisor.worlds == 1:
+        supervisor.end_world()
+        (interrupter,) = [item for item in gc.get_objects() if type(item) is Interrupter]
+        limit = time.monotonic() + 20
+        while not interrupter._is_pending and time.monotonic() < limit:
+            time.sleep(0.01)
+
+failpoints.register_action("end-world", end_first_world)
+model = torch.nn.Linear(2, 2)
+with er.resume(model=model, ckpt_dir="checkpoints", run_id="job", node_name="a") as run:
+    print(supervisor.worlds, run.position.step)
+    if sys.argv[1:]:
+        run.step()
+"""
+
+
+def test_standby_whose_first_world_ends_in_the_restore_goes_on_in_the_next(tmp_path: Path) -> None:
+    """It has begun no generation that it could leave."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RESTART_COUNT": "0"}
+    standby = {"ELASTIC_RESUME_STANDBY": "1", "ELASTIC_RESUME_FAILPOINTS": "resume.planned=do:end-world"}
+    for more, words, expected in (({}, ["train"], "0 0"), (standby, [], "2 1")):
+        command = [sys.executable, "-c", RESTORE, *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ | more, capture_output=True, text=True, check=False
+        )
+        assert done.stdout.split("\n")[0] == expected, done.stderr

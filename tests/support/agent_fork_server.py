@@ -10,10 +10,10 @@ shim's namespaces and control group, so Slurm finds and kills it as any process 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -24,6 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
 
 from elastic_resume.agent.workers import forkserver
+from elastic_resume.local_socket import read_peer, receive_message
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.fork_server import AgentForkServer
 from tests.support import namespaces, processes
@@ -47,8 +48,6 @@ for number in forwarded:
 signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
 sys.exit(int(answers.readline()))
 """
-
-_set_up_agent = fork_server._set_up_agent
 
 
 class ShimAgentServer:
@@ -85,10 +84,9 @@ class ShimAgentServer:
     def _handle_request(self, connection: socket.socket) -> None:
         """Fork an agent for one shim; send its process id on the node, and its exit code at its end."""
         # At any point the node may lose its power, or `close` may end the fork server.
-        with connection, contextlib.suppress(OSError, EOFError):
-            request, (output,) = fork_server.receive(connection, 1)
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            (shim, _, _) = struct.unpack("3i", peer)
+        with connection, contextlib.suppress(OSError):
+            data, (output,) = receive_message(connection, fork_server.MAX_MESSAGE_BYTES, 1)
+            request, (shim, _) = json.loads(data), read_peer(connection)
             command = [sys.executable, "-m", "elastic_resume", *request["argv"]]
             place = {"cwd": Path(request["cwd"]), "beside": shim, "groups": request["groups"]}
             waiter = self._fork_server.fork(command, request["env"], output, **place)
@@ -123,10 +121,9 @@ def set_up_agent_on_node(
     for group in request["groups"]:
         (FREEZER / group.lstrip("/") / "cgroup.procs").write_text("0")
     # getppid() is 0 if the parent is outside the pid namespace.
-    return _set_up_agent(0, request, output, import_environment)
+    return fork_server.set_up_agent(0, request, output, import_environment)
 
 
 if __name__ == "__main__":
-    fork_server._set_up_agent = set_up_agent_on_node
     with contextlib.suppress(KeyboardInterrupt):
-        fork_server.main()
+        fork_server.main(set_up_agent_on_node)

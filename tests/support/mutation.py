@@ -45,6 +45,8 @@ TESTS = {
     f" {_OWNERS}second_claim_by_owner_is_usage_error {_OWNERS}forked_child_cannot_release_lock"
     f" {_ARGUMENTS}drops_oversized_arguments {_ARGUMENTS}masks_secrets",
     "elastic_resume/rendezvous/net": "rendezvous/net",
+    "elastic_resume/shared_page": "slots agent/workers/test_lease_page.py",
+    "elastic_resume/local_socket": "agent/workers/test_worker_request.py slots/test_ipc.py",
     "elastic_resume/agent/workers": "agent/workers mechanisms/standbys ../integration/test_launcher_shim.py",
     "elastic_resume/state": "state",
     "elastic_resume/restore": "restore",
@@ -55,6 +57,8 @@ _IPC = "elastic_resume/slots/ipc.py"
 _SHIM = "elastic_resume/agent/workers/launcher_shim.py"
 _REQUEST = "elastic_resume/agent/workers/worker_request.py"
 _SUPERVISOR = "elastic_resume/agent/workers/supervisor.py"
+_CHILDREN = "elastic_resume/agent/workers/children.py"
+_NEXT_WAIT = "the next wait finds no child, and ends at once"
 _POOL = "elastic_resume/slots/slot_pool.py"
 _SERVER = "elastic_resume/rendezvous/net/server.py"
 _ATTEMPT = "elastic_resume/restore/attempt.py"
@@ -88,6 +92,18 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
         "never: self._lease_expired and not self._stop_requested and self._wait_for_agent()",
     ): "the worker was killed, unless it ended by itself in that millisecond",
     (_SUPERVISOR, "operand: self._wait_for_agent()"): "the same",
+    (
+        _SUPERVISOR,
+        "never: os.waitid(os.P_PID, self._worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)",
+    ): "the worker would have to end between two system calls",
+    (_SUPERVISOR, "not called: listener.close()"): "it is no longer polled, and closes with the process",
+    (_SUPERVISOR, "not called: connection.close()"): "the process ends at once",
+    (_SUPERVISOR, "not called: os.close(descriptor)"): "it closes with the process, which opens few",
+    (_SUPERVISOR, 'operand: name[3] != "_"'): "the names of signals are sorted before SIG_IGN and the like",
+    (_SUPERVISOR, "never: self._state == COPYING"): "the end of a copy is noticed later",
+    (_SUPERVISOR, "never: self._state in {RUNNING, STOPPING}"): "the end of a lease is noticed later",
+    (_CHILDREN, "never: _wait_for_end(min(grace_s, LEFTOVERS_GRACE_S), is_urgent)"): _NEXT_WAIT,
+    (_CHILDREN, "never: _wait_for_end(LEFTOVERS_TERM_S, is_urgent, signal.SIGTERM)"): _NEXT_WAIT,
     (_SUPERVISOR, "never: not self._link.receive()"): "it would poll without a pause",
     (_POOL, "operand: planned > 1"): "a thread finds no slot to create",
     (_POOL, "operand: is_large"): "a thread finds no slot to create",

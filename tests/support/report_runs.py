@@ -16,7 +16,6 @@ from elastic_resume.policy.failure_classification import (
     make_node_failure,
     separate_root_causes,
 )
-from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import (
     Loss,
     NodeLost,
@@ -28,6 +27,7 @@ from elastic_resume.policy.reasons import (
     WorkersStopped,
     to_json,
 )
+from elastic_resume.policy.stalls import Activity, Stall
 from elastic_resume.report.checkpoints import CheckpointEntry
 
 KILLED = "rank 1 on node n1 was killed by SIGKILL"

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "elastic_resume"
 
 # Imports go from a later layer to an earlier one, or stay within a package.
 LAYERS = """
-    constants errors bytecode linux
+    constants errors bytecode linux local_socket shared_page
     units option events background
     console machine gpus
     failpoints
@@ -27,7 +27,7 @@ LAYERS = """
     slots
     rendezvous
     state data
-    mechanisms
+    mechanisms config_file
     config
     ranks
     proof
@@ -43,6 +43,7 @@ LEVEL = {part: level for level, line in enumerate(LAYERS.split("\n")) for part i
 WORKER_PACKAGES = {"state", "data", "ranks", "proof", "restore", "capture", "training", "integrations"}
 MAY_IMPORT_TORCH = (
     *(f"{package}/" for package in sorted(WORKER_PACKAGES)),
+    "config_file.py",  # torchrun's parser, for a process without that of `run`
     "agent/torchelastic.py",
     "agent/workers/forkserver.py",
     "mechanisms/slow_ranks/own_time.py",

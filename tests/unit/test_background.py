@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from elastic_resume.background import BackgroundThread
+from elastic_resume.background import MAX_OFFERS, BackgroundThread, OfferQueue
 from tests.support.processes import wait_for
 
 
@@ -100,3 +100,29 @@ def test_accept_thread_serves_again_after_it_had_no_descriptor_left() -> None:
         [sys.executable, "-c", ACCEPTS], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.stdout, done.stderr) == ("refused\n", "")
+
+
+def test_queue_drops_oldest_offers_of_slow_taker_and_those_that_wait_at_the_end() -> None:
+    """Whoever offers does not wait for it."""
+    taken: list[int] = []
+    has_begun, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def take(offer: int) -> None:
+        taken.append(offer)
+        has_begun.release()
+        assert may_go_on.acquire(timeout=60)
+
+    offers = OfferQueue("test", take)
+    offers.start()
+    offers.put(0)
+    assert has_begun.acquire(timeout=60)
+    for offer in range(1, MAX_OFFERS + 3):
+        offers.put(offer)
+    may_go_on.release()
+    assert has_begun.acquire(timeout=60)
+    assert taken == [0, 3]
+    offers.close(timeout_s=0.01)
+    assert offers.is_closing
+    may_go_on.release()
+    offers.close()
+    assert taken == [0, 3]

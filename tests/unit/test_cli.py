@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_resume import cli, config, constants
 from elastic_resume.agent import run_help
+from elastic_resume.config_file import ConfigFile, Entry
 from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
 from tests.support.paths import ROOT
 
@@ -143,15 +144,15 @@ def test_help_of_chaos_needs_no_pytest() -> None:
 
 
 def test_run_help_fits_screen_and_names_our_flags(capsys: Any) -> None:
-    """Sixty lines of eighty columns, with eleven flags of ours beside --quiet and --help-all."""
+    """Sixty lines of eighty columns, with twelve flags of ours beside --quiet and those that print."""
     assert cli.main(["run", "--help"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 80
     named = set(re.findall(r"^  (?:-\w, )?--([a-z-]+)", text, re.MULTILINE))
-    ours = {option.name for option in config.FLAG_OPTIONS} | {"help-all"}
-    assert len(ours - {"quiet", "help-all"}) == 11
+    ours = {option.name for option in config.FLAG_OPTIONS} | {"config", "help-all", "show-config"}
+    assert len(ours - {"quiet", "help-all", "show-config"}) == 12
     assert ours <= named
     torchruns = {flag.removeprefix("--") for flag in config.actions_by_flag(get_args_parser())}
     assert named - ours <= torchruns
@@ -187,7 +188,7 @@ def test_build_parser_has_all_commands_with_their_flags() -> None:
 
 def test_run_help_prints_on_ascii_terminal(capsys: Any) -> None:
     """A missing character once aborted the whole help text."""
-    commands = "run chaos report ls verify export diff doctor status"
+    commands = "run init chaos report ls verify export diff doctor status"
     for words in ([], *([command] for command in commands.split())):
         with contextlib.suppress(SystemExit):
             cli.main([*words, "--help"])
@@ -218,6 +219,7 @@ def test_command_reports_failed_output_in_one_line(
         (["--nnodes", "2", "--nproc-per-node", "4", "train.py"], "1"),
         (["--nproc_per_node=gpu", "train.py"], "1"),
         (["train.py", "--nproc-per-node"], None),  # the script's own flag
+        (["--config", "two.yaml"], "1"),
     ],
 )
 def test_torch_is_imported_with_omp_threads_of_workers(
@@ -225,7 +227,8 @@ def test_torch_is_imported_with_omp_threads_of_workers(
 ) -> None:
     """A worker that is forked afterwards has as many threads as under torchrun."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with cli._omp_threads_of_workers(words):
+    in_file = {"nproc-per-node": Entry("", "2", "")} if "--config" in words else {}
+    with cli._omp_threads_of_workers(words, ConfigFile(settings=in_file)):
         assert os.environ.get("OMP_NUM_THREADS") == threads
     assert "OMP_NUM_THREADS" not in os.environ
 

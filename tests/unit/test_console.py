@@ -7,6 +7,7 @@ import logging.config
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -211,3 +212,15 @@ def test_short_operation_shows_nothing(
     with show_progress(monkeypatch, 600.0) as progress:
         list(progress.track([memoryview(bytes(10))]))
     assert capsys.readouterr().err == ""
+
+
+def test_time_left_follows_from_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is unknown before the first byte and at the end."""
+    monkeypatch.setattr(time, "monotonic", iter([0.0, 10.0, 10.0, 10.0]).__next__)
+    done = 0
+    progress = console.ByteProgress("x", 4_000_000, lambda: done)
+    assert progress._describe() == "0 B of 4 MB in 10.0 s (0 B/s)"
+    done = 1_000_000
+    assert progress._describe() == "1 MB of 4 MB in 10.0 s (100 kB/s, 30 s left)"
+    done = 4_000_000
+    assert progress._describe() == "4 MB of 4 MB in 10.0 s (400 kB/s)"

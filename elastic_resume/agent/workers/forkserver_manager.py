@@ -101,7 +101,9 @@ def has_ended(pid: int, timeout_s: float | None = 0.0) -> bool | None:
     except OSError:
         return None
     try:
-        return bool(select.select([descriptor], [], [], timeout_s)[0])
+        waiting = select.poll()  # select() refuses descriptors above 1023
+        waiting.register(descriptor, select.POLLIN)
+        return bool(waiting.poll(None if timeout_s is None else timeout_s * 1000))
     finally:
         os.close(descriptor)
 

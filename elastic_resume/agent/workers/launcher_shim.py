@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 else:
     import _signal as signal
 
-    sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120 - pathlib would cost a third of the start
+    _here = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would cost a third of the start
+    sys.path = [_here, *sys.path, f"{_here}/../.."]
     import children
     import supervisor
     import worker_request
 
-    del sys.path[0]
+    sys.path = sys.path[1:-1]
 
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"
 ENV_LOCAL_RANK = supervisor.ENV_LOCAL_RANK

@@ -1,8 +1,8 @@
 """Share with the worker supervisors, in memory, until when the workers of this node may run.
 
 The agent owns the page; the worker supervisors map it and poll it. A lease that is not renewed expires by
-itself, even if the agent is stopped, blocked or killed. A renewal is one aligned eight-byte store without
-lock, system call or disk, so it never delays the thread that does it.
+itself, even if the agent is stopped, blocked or killed. A renewal is one store (`shared_page`), so it never
+delays the thread that does it.
 
 Words of the page, native doubles::
 
@@ -21,6 +21,7 @@ import mmap
 import os
 
 from elastic_resume import linux
+from elastic_resume.shared_page import SECONDS, SharedPage
 
 
 class LeasePage:
@@ -29,8 +30,7 @@ class LeasePage:
     def __init__(self) -> None:
         self._descriptor = linux.create_anonymous_file("elastic_resume-lease")
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
-        self._mapping = mmap.mmap(self._descriptor, mmap.PAGESIZE)
-        self._words = memoryview(self._mapping).cast("d")
+        self._page = SharedPage(self._descriptor, mmap.PAGESIZE, SECONDS)
         # torchelastic passes no descriptors on, so supervisors open this name. It ends with the agent.
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.set(-math.inf)
@@ -42,19 +42,17 @@ class LeasePage:
             ValueError: the page is closed.
 
         """
-        # A memoryview of native doubles stores all eight bytes at once; slices and struct need not.
-        self._words[0] = until
+        self._page.words[0] = until
 
     def revoke_grace(self, generation: int) -> None:
         """Have workers of that generation killed without grace when torchelastic stops them."""
-        self._words[1] = generation
+        self._page.words[1] = generation
 
     def close(self) -> None:
         """Revoke the lease and release the memory. Further calls do nothing."""
         if self._descriptor < 0:
             return
         self.set(-math.inf)
-        self._words.release()
-        self._mapping.close()
+        self._page.close()
         os.close(self._descriptor)
         self._descriptor = -1

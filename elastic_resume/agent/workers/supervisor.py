@@ -55,14 +55,17 @@ import time
 TYPE_CHECKING = False  # importing typing would cost a third of the start
 if TYPE_CHECKING:
     import signal
-    from typing import NoReturn
+    from typing import Any, NoReturn
 else:
     import _signal as signal  # the module `signal` makes enums of the numbers, which would cost 7 ms
 
 if TYPE_CHECKING or __package__:
+    from elastic_resume import local_socket, shared_page
     from elastic_resume.agent.workers import children, worker_request
 else:
     import children  # the launcher shim imports these without the package
+    import local_socket
+    import shared_page
     import worker_request
 
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"
@@ -354,7 +357,7 @@ class WorkerSupervisor:
         """Change the state, and do what belongs to the change."""
         former = self._state
         self._state, action = find_transition(former, event)
-        if self._state in {PARKING, COPYING, KILLING} and self._stopped_at is None:
+        if self._stopped_at is None:  # a generation that begins resets it
             self._stopped_at = time.time()
         if action == "terminate":
             children.send_signal(self._worker, signal.SIGTERM)
@@ -365,9 +368,10 @@ class WorkerSupervisor:
         elif action == "listen":
             self._deadline = INFINITY
             self._listener = worker_request.listen_parked(os.environ[ENV_LOCAL_RANK])
-        elif action == "release" and self._listener is None:
-            self._handle("refused", now)
-        elif action == "release" and self._listener is not None:
+        elif action == "release":
+            if self._listener is None:  # no launcher shim could find it
+                self._handle("refused", now)
+                return
             send(self._connection, b"parked %d\n" % self._worker)
             self._poll.unregister(self._connection)
             self._connection.close()
@@ -376,8 +380,7 @@ class WorkerSupervisor:
             self._deadline = min(self._deadline, now + COPY_TIMEOUT_S, self._last_expiry)
         elif self._state == KILLING != former:
             self._deadline = now + children.KILL_TIMEOUT_S
-            can_park = self._link.is_restartable and not self._link.is_parked
-            self._was_late_to_park = former == PARKING and can_park
+            self._was_late_to_park = former == PARKING
 
     def _poll_interval_s(self, now: float) -> float:
         """Return for how long to wait for messages before the next look at lease and deadline."""
@@ -457,8 +460,7 @@ class WorkerLink:
 
     def become_worker(self) -> None:
         """Keep the worker's end, also over exec, and name it in the environment."""
-        if self.socket is not None and self._worker_end is not None:
-            self.socket.close()
+        if self._worker_end is not None:
             descriptor = self._worker_end.detach()
             os.set_inheritable(descriptor, True)
             os.environ[ENV_SUPERVISOR_FD] = str(descriptor)
@@ -497,7 +499,7 @@ class WorkerLink:
         environ = json.dumps(dict(os.environ)).encode()
         message = b"resume %d\n%b" % (len(environ), environ)
         try:
-            sent = self.socket.sendmsg([message], [worker_request.encode_streams()])
+            sent = self.socket.sendmsg([message], [local_socket.encode_descriptors(range(3))])
             while sent < len(message):
                 sent += self.socket.send(message[sent:])
         except OSError:
@@ -553,9 +555,7 @@ def now_s() -> float:
 class LeaseView:
     """The lease page of the agent as a supervisor sees it; see `lease_page.py` for its words."""
 
-    def __init__(
-        self, words: "memoryview[float] | None", path: str = "", page: "os.stat_result | None" = None
-    ) -> None:
+    def __init__(self, words: "Any | None", path: str = "", page: "os.stat_result | None" = None) -> None:
         """Read and write ``words`` of the file ``page``, which has this path while the agent lives.
 
         None stands for a lease without end, where there is no agent.
@@ -605,7 +605,8 @@ def open_lease(connection: "_socket.socket") -> LeaseView:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         # read(2) would not do: the kernel may copy byte by byte and mix bytes of two values.
-        page, file = mmap.mmap(descriptor, mmap.PAGESIZE), os.fstat(descriptor)
+        page = shared_page.SharedPage(descriptor, mmap.PAGESIZE, shared_page.SECONDS)
+        file = os.fstat(descriptor)
         os.close(descriptor)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -615,7 +616,7 @@ def open_lease(connection: "_socket.socket") -> LeaseView:
             "the agent has ended, or /proc hides it: run workers as the agent's user, in its PID namespace, "
             "with /proc mounted.",
         )
-    return LeaseView(memoryview(page).cast("d"), path, file)
+    return LeaseView(page.words, path, file)
 
 
 class SnapshotCopyMonitor:
@@ -624,20 +625,22 @@ class SnapshotCopyMonitor:
     def __init__(self) -> None:
         """Map the control block of the agent's slots, where there is one."""
         path, rank = os.environ.pop(ENV_SLOTS, None), parse_int_or_none(os.environ.get(ENV_LOCAL_RANK))
-        self._copy_word: memoryview[int] | None = None
+        self._words: Any = None
+        self._copy_word = COPYING_START + (rank or 0)
         if path is None or rank is None or not 0 <= rank < MAX_LOCAL_RANKS:
             return
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            page = mmap.mmap(descriptor, (COPYING_START + MAX_LOCAL_RANKS) * 8, prot=mmap.PROT_READ)
+            size = (COPYING_START + MAX_LOCAL_RANKS) * 8
+            page = shared_page.SharedPage(descriptor, size, shared_page.COUNTS, is_writable=False)
             os.close(descriptor)
         except (OSError, ValueError):
             return
-        self._copy_word = memoryview(page).cast("Q")[COPYING_START + rank : COPYING_START + rank + 1]
+        self._words = page.words
 
     def is_copying(self) -> bool:
         """Return whether the worker copies now."""
-        return self._copy_word is not None and 0 < self._copy_word[0] < AWAITING_SLOT
+        return self._words is not None and 0 < self._words[self._copy_word] < AWAITING_SLOT
 
 
 # ---- events --------------------------------------------------------------------------------------------

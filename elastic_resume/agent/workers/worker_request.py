@@ -2,7 +2,7 @@
 
 The fork server answers with a new worker, the supervisor of a parked worker with that one::
 
-    launcher shim --length (4 bytes), JSON, three streams--> fork server, or supervisor of a parked worker
+    launcher shim --message of JSON, three streams--> fork server, or supervisor of a parked worker
     supervisor --y, then what `supervisor.py` says--> launcher shim
 
 A connection that closes without ``y`` is a refusal. Any user may bind an abstract socket name or connect to
@@ -16,8 +16,6 @@ import _socket
 import errno
 import os
 import select
-import sys
-import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,11 +24,17 @@ if TYPE_CHECKING:
 else:
     import _signal as signal
 
+if TYPE_CHECKING or __package__:
+    from elastic_resume.local_socket import is_same_user, read_peer, receive_message, send_message
+else:  # in the launcher shim
+    from local_socket import is_same_user, read_peer, receive_message, send_message
+
 ENV_PARKED = "ELASTIC_RESUME_PARKED"
 AUTOBIND_BYTES = 6  # unix(7): a null byte and five hexadecimal digits
 MAX_REQUEST_BYTES = 16 << 20
 REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 STOPPED_CHECK_S = 1.0
+STREAMS = 3
 
 
 class RequestRefusedError(Exception):
@@ -91,8 +95,7 @@ def send(
     try:
         connection.connect(address)
         if is_same_user(connection):
-            connection.sendmsg([len(request).to_bytes(4, "big")], [encode_streams()])
-            connection.sendall(request)
+            send_message(connection, request, range(STREAMS))
             answer = select.poll()
             answer.register(connection, select.POLLIN)
             while not answer.poll(STOPPED_CHECK_S * 1000):
@@ -107,7 +110,7 @@ def send(
 
 
 def _kill_if_stopped(connection: "_socket.socket") -> None:
-    peer = _read_peer(connection)[0]
+    peer = read_peer(connection)[0]
     with open(f"/proc/{peer}/stat") as file:  # there is no process 0, which another namespace's has here
         if file.read().rpartition(")")[2].split()[0] == "T":
             os.kill(peer, 9)
@@ -126,55 +129,18 @@ def receive(connection: "_socket.socket") -> "tuple[dict[str, Any], list[int]]":
     if not is_same_user(connection):
         raise RequestRefusedError("the request is another user's")
     connection.settimeout(REQUEST_TIMEOUT_S)
-    header, ancillary, _, _ = connection.recvmsg(4, _socket.CMSG_SPACE(len(encode_streams()[2])))
-    streams = [
-        int.from_bytes(data[at : at + 4], sys.byteorder)
-        for _, _, data in ancillary  # descriptors only: this socket asks for nothing else
-        for at in range(0, len(data) - 3, 4)
-    ]
+    data, streams = receive_message(connection, MAX_REQUEST_BYTES, STREAMS, timeout_s=REQUEST_TIMEOUT_S)
+    connection.settimeout(None)
     try:
-        size = int.from_bytes(header, "big") if len(header) == 4 and len(streams) == 3 else 0
-        return json.loads(_receive_all(connection, size)), streams
+        sender = select.poll()
+        sender.register(connection, 0)
+        if sender.poll(0) or len(streams) != STREAMS:  # POLLHUP
+            raise ValueError("the sender has ended, or has sent no streams")  # noqa: TRY301
+        return json.loads(data), streams
     except BaseException:
         for stream in streams:
             os.close(stream)
         raise
-
-
-def _receive_all(connection: "_socket.socket", size: int) -> bytes:
-    """Receive the rest of a request, of which its sender must be alive at the end."""
-    if not 0 < size <= MAX_REQUEST_BYTES:
-        raise ValueError("no request")
-    limit = time.monotonic() + REQUEST_TIMEOUT_S
-    data = bytearray()
-    while len(data) < size:
-        part = connection.recv(min(1 << 20, size - len(data)))
-        if not part or time.monotonic() > limit:
-            raise ValueError("incomplete request")
-        data += part
-    connection.settimeout(None)
-    sender = select.poll()
-    sender.register(connection, 0)
-    if sender.poll(0):  # POLLHUP
-        raise ValueError("the sender has ended")
-    return bytes(data)
-
-
-def is_same_user(connection: "_socket.socket") -> bool:
-    """Return whether the other side runs as our user."""
-    return _read_peer(connection)[1] == os.getuid()
-
-
-def _read_peer(connection: "_socket.socket") -> "tuple[int, int]":
-    """Return process and user of the other side: of a listener, those that called listen(2)."""
-    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
-    return int.from_bytes(peer[:4], sys.byteorder), int.from_bytes(peer[4:8], sys.byteorder)
-
-
-def encode_streams() -> "tuple[int, int, bytes]":
-    """Return the ancillary data that sends this process's standard streams."""
-    numbers = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
-    return _socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers
 
 
 def replace_streams(streams: "list[int]") -> None:

@@ -2,9 +2,9 @@
 
 A thread of the agent reads the progress page of the workers four times a second::
 
-    progress page --policy.hangs.find_hung_ranks--> hung ranks
+    progress page --judge.find_hung_ranks--> hung ranks
     hung ranks --stack_dump.collect_rank_states--> evidence of all ranks of the node
-    evidence --policy.hangs.diagnose_hang--> suspects and victims
+    evidence --judge.diagnose_hang--> suspects and victims
     diagnosis --> one event, one log line, one report file; kill the stalled workers
 
 torchelastic then sees workers end and restarts. Workers that make no step are judged when all others of their
@@ -37,19 +37,18 @@ from elastic_resume.background import BackgroundThread
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
-from elastic_resume.mechanisms.hangs import stack_dump
-from elastic_resume.mechanisms.hangs.stack_dump import ExaminedRank
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart
-from elastic_resume.policy import hangs
-from elastic_resume.policy.hangs import (
+from elastic_resume.mechanisms.hangs import judge, stack_dump
+from elastic_resume.mechanisms.hangs.description import describe_diagnosis, describe_finding
+from elastic_resume.mechanisms.hangs.judge import (
     HangDecision,
     HangDiagnosis,
     HangThreshold,
     ProgressSample,
     RankProgress,
 )
+from elastic_resume.mechanisms.hangs.stack_dump import ExaminedRank
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart
 from elastic_resume.policy.reasons import to_json
-from elastic_resume.policy.wording import describe_diagnosis, describe_finding
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.slots.progress_page import (
@@ -88,7 +87,7 @@ class HangDetector(AgentPart):
         hang_threshold = make_threshold(context.settings["hang_timeout"])
         self._is_on, self._hang_threshold = hang_threshold is not None, hang_threshold or HangThreshold()
         self._generation = 0  # of this agent's newest workers
-        self._idle_workers: hangs.IdleWorkers | None = None
+        self._idle_workers: judge.IdleWorkers | None = None
         self._disk = disk
         self._progress: dict[int, RankProgress] = {}
         self._handled_workers: set[tuple[int, ...]] = set()  # incarnations whose hang was reported
@@ -133,14 +132,14 @@ class HangDetector(AgentPart):
         records = self._read_progress()
         now_ns = time.monotonic_ns()
         progress = {
-            record.local_rank: hangs.update_progress(
+            record.local_rank: judge.update_progress(
                 self._progress.get(record.local_rank), take_sample(record, now_ns), elapsed_s
             )
             for record in records
         }
-        self._progress = hangs.pause_while_peer_busy(progress)
+        self._progress = judge.pause_while_peer_busy(progress)
         self._check_deferred_kill()
-        decision = hangs.find_hung_ranks(self._progress, self._hang_threshold)
+        decision = judge.find_hung_ranks(self._progress, self._hang_threshold)
         if decision.hung_ranks and not self._paused.is_set():
             decision = self._judge_live_workers(records)
         if decision.hung_ranks and not self._paused.is_set():
@@ -160,7 +159,7 @@ class HangDetector(AgentPart):
         """
         live = {record.local_rank for record in records if stack_dump.is_alive(record)}
         progress = {rank: entry for rank, entry in self._progress.items() if rank in live}
-        decision = hangs.find_hung_ranks(progress, self._hang_threshold)
+        decision = judge.find_hung_ranks(progress, self._hang_threshold)
         unhandled = tuple(
             rank
             for rank in decision.hung_ranks
@@ -170,10 +169,10 @@ class HangDetector(AgentPart):
 
     def _handle_hang(self, records: Sequence[ProgressRecord], decision: HangDecision) -> None:
         """Diagnose and report a hang, and kill the stalled workers now or later."""
-        stalled_ranks = hangs.find_stalled_ranks(self._progress, decision)
+        stalled_ranks = judge.find_stalled_ranks(self._progress, decision)
         no_progress_s = max(self._progress[rank].no_progress_s for rank in decision.hung_ranks)
         states = stack_dump.collect_rank_states(records, lambda record: record.local_rank in stalled_ranks)
-        diagnosis = hangs.diagnose_hang(
+        diagnosis = judge.diagnose_hang(
             [state.evidence for state in states], max(record.world_size for record in records)
         )
         stalled = [
@@ -230,7 +229,7 @@ class HangDetector(AgentPart):
         """Report and kill workers that are idle after all others of this node have ended."""
         if self._local_world_size == 1:
             return
-        forked = hangs.find_remaining_workers(self._read_events(), self._generation, self._local_world_size)
+        forked = judge.find_remaining_workers(self._read_events(), self._generation, self._local_world_size)
         idle, self._idle_workers = self._idle_workers, None
         entries = [self._progress.get(event["local_rank"]) for event in forked]
         is_busy = any(entry is not None and entry.sample.is_busy for entry in entries)
@@ -242,15 +241,15 @@ class HangDetector(AgentPart):
             cpu_s = sum(_read_cpu_s(event["pid"], event["worker_pid"]) for event in forked)
         except (OSError, psutil.Error):
             return  # one has just ended
-        sample = hangs.IdleWorkers(tuple((record.worker, record.step) for record in remaining), cpu_s)
-        idle = hangs.update_idle_workers(idle, sample, elapsed_s, self._hang_threshold)
+        sample = judge.IdleWorkers(tuple((record.worker, record.step) for record in remaining), cpu_s)
+        idle = judge.update_idle_workers(idle, sample, elapsed_s, self._hang_threshold)
         if idle.idle_s < self._hang_threshold.left_behind_s:
             self._idle_workers = idle
             return
         states = stack_dump.collect_rank_states(remaining, lambda _: True)
         suspects = [
-            hangs.RankFinding(
-                state.evidence.rank, state.evidence.local_rank, hangs.make_left_behind(state.evidence)
+            judge.RankFinding(
+                state.evidence.rank, state.evidence.local_rank, judge.make_left_behind(state.evidence)
             )
             for state in states
         ]
@@ -421,7 +420,7 @@ def _read_cpu_s(supervisor_pid: int, worker_pid: int) -> float:
 
 
 def take_sample(record: ProgressRecord, now_ns: int) -> ProgressSample:
-    """Convert a record of the progress page into a sample for `policy.hangs`."""
+    """Convert a record of the progress page into a sample for `judge`."""
     worker = record.worker
     return ProgressSample(
         incarnation=(worker.pid, worker.start_ticks, worker.assigned_generation, record.generation),

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_resume import linux
+from elastic_resume.mechanisms.hangs.judge import RankEvidence, StackFrame
 from elastic_resume.policy.flight_recorder import parse_dumps
-from elastic_resume.policy.hangs import RankEvidence, StackFrame
 from elastic_resume.policy.wording import describe_collective
 from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressRecord
 

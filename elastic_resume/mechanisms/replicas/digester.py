@@ -7,20 +7,21 @@ A snapshot that is overwritten meanwhile is skipped. Tensors that may differ bet
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
 from collections.abc import Callable, Collection
 
 import xxhash
 
+from elastic_resume.background import OfferQueue
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.errors import CheckpointError
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, encode_body
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, decode_body, encode_body
+from elastic_resume.mechanisms.replicas.description import DivergenceVerdict
 from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
-from elastic_resume.policy.restart import ReplicasDiffer
+from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.rendezvous.client import RendezvousClient
-from elastic_resume.slots.committer import POLL_S, lower_priority
+from elastic_resume.rendezvous.facts import FactBody
+from elastic_resume.slots.committer import POLL_S
 from elastic_resume.slots.slot_memory import Slot, decode_snapshot_id
 
 TIMEOUT_S = 1.0
@@ -58,27 +59,22 @@ class SnapshotDigester(AgentPart):
     def __init__(self, context: AgentContext) -> None:
         self._committer, self._emit = context.committer, context.emit
         self._slot_pool = context.committer.slot_pool
-        # Snapshot ids, with the view's generation: their own is greater if they resumed another job's state.
-        self._queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        # It takes the view's generation too: a snapshot's own is greater if it resumed another job's state.
+        self._offers = OfferQueue("elastic-resume-digest", self._digest)
         self._cached_layout: tuple[int, Layout, frozenset[str]] | None = None  # plan id, layout, excluded
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="elastic-resume-digest", daemon=True)
 
     def start(self, client: RendezvousClient) -> None:
         """Start the thread, and take offers."""
         self._client = client
-        self._thread.start()
-        self._committer.offer_snapshot = lambda *offer: self._queue.put(offer)
+        self._offers.start()
+        self._committer.snapshot_readers.append(self._offers.put)
 
     def close(self) -> None:
         """Stop the thread, and emit an event if the job has ended because replicas differ."""
-        self._is_closing = True
-        self._queue.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        self._offers.close()
         end = self._client.job_end
-        if end and isinstance(end.reason, ReplicasDiffer):
-            verdict = end.reason.verdict
+        if end and isinstance(end.reason, JudgedFailure) and end.reason.topic == DIGESTS.name:
+            verdict = decode_body(DivergenceVerdict, FactBody(end.reason.body))
             self._emit(
                 "replicas-differ",
                 generation=end.reason.generation,
@@ -88,21 +84,19 @@ class SnapshotDigester(AgentPart):
                 diverged_nodes=list(verdict.diverged),
             )
 
-    def _run(self) -> None:
-        lower_priority()
-        while (offer := self._queue.get()) is not None:
-            with contextlib.suppress(CheckpointError, ValueError):  # damaged metadata; the commit reports it
-                self._digest(*offer)
-
     def _digest(self, snapshot_id: int, generation: int) -> None:
         deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline and not self._is_closing:
+        while time.monotonic() < deadline and not self._offers.is_closing:
             states = self._slot_pool.control_block.read_slots()
             state = next((state for state in states if state.snapshot_id == snapshot_id), None)
             if state is None:
                 return
             if state.complete:
-                with self._slot_pool.pin(state, hard=False) as slot:
+                digest = None
+                with (
+                    contextlib.suppress(CheckpointError, ValueError),  # damaged; the commit reports it
+                    self._slot_pool.pin(state, hard=False) as slot,
+                ):
                     digest = self._digest_slot(slot, snapshot_id) if slot is not None else None
                 if digest is not None:
                     body = encode_body(StateDigest(decode_snapshot_id(snapshot_id)[1], digest))
@@ -112,7 +106,7 @@ class SnapshotDigester(AgentPart):
 
     def _digest_slot(self, slot: Slot, snapshot_id: int) -> str | None:
         def is_current() -> bool:
-            return not self._is_closing and slot.record.complete_snapshot_id() == snapshot_id
+            return not self._offers.is_closing and slot.record.complete_snapshot_id() == snapshot_id
 
         cpu_start = time.thread_time()
         image, control = slot.image(), self._slot_pool.control_block

@@ -24,10 +24,11 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elastic_resume.mechanisms.mechanism import ReadingCosts, decode_body
+from elastic_resume.mechanisms.mechanism import ReadingCosts, decode_body, encode_body
+from elastic_resume.mechanisms.replicas.description import DivergenceVerdict, describe_divergence
 from elastic_resume.policy.checkpoint_interval import MAX_OVERHEAD_SHARE, IntervalSetting
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
-from elastic_resume.policy.restart import DivergenceVerdict, ReplicasDiffer
+from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
 
 MAX_STEPS_KEPT = 64  # steps without digests of all members: 20 s with a heartbeat every 0.3 s
@@ -131,7 +132,9 @@ class ReplicaComparison(Judge):
         if found is None:
             return Judgment()
         failures = tuple(Failure(DIVERGENCE, node, None, step=found.step) for node in found.diverged)
-        return Judgment(job_failure=ReplicasDiffer(found, self.generation), root_causes=failures)
+        text = describe_divergence(found)
+        end = JudgedFailure(DIGESTS.name, self.generation, encode_body(found), text)
+        return Judgment(job_failure=end, root_causes=failures)
 
     def find_difference(self, now: float) -> DivergenceVerdict | None:
         """Return how the replicas differ when enough is known."""

@@ -42,7 +42,7 @@ class Follower(Role):
         self.link = link
         self.leader = welcome.leader
         self.wait_reason: WaitReason | None = None
-        self.standby_generation = 0
+        self.spare_generation = 0
         """The generation that runs without this node."""
         self.idle_since = state.now
         """Since when the leader says that it lacks nodes or votes."""
@@ -164,8 +164,8 @@ class Follower(Role):
         if not generation or state.running_view:
             return
         state.join_since = state.now
-        if state.status.join and self.standby_generation != generation:
-            self.standby_generation = generation
+        if state.status.join and self.spare_generation != generation:
+            self.spare_generation = generation
             state.emit_event("spare", generation=generation)
 
     def _compute_lease_until(self) -> float:

@@ -234,7 +234,7 @@ def _make_hook(name: str) -> Any:
         if not trainer.sanity_checking:
             self.job_log.kill_at(name, trainer.global_step)
             if name == "on_train_batch_start":
-                drain = trainer.strategy.run._drain_request
+                drain = trainer.strategy.run._generation.drain_request
                 self.job_log.pause_at(trainer.global_step, lambda: drain.requested)
 
     return hook

@@ -306,7 +306,7 @@ def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> 
         loaded = open_checkpoint.load(whole.path)
         is_whole = all(torch.equal(loaded[key], value) for key, value in full.items())
     whole.train(END, 0)
-    plan = whole.run._snapshot_scheduler.snapshotter._plan
+    plan = whole.run._generation.snapshot_scheduler.snapshotter._plan
     overlaps = plan is not None and not plan.copies_at_once
     first = whole.digests()
     leave(whole.run)
@@ -412,7 +412,7 @@ def train_step(resume: Callable[..., Any], model: Any) -> None:
 def save_other_steps(resume: Callable[..., Any]) -> None:
     """Save another step on rank 0."""
     run = resume(fully_shard(Net(), mesh=er.shard_mesh()))
-    run._snapshot_scheduler.await_all_ranks(int(run.rank == 0))
+    run._generation.snapshot_scheduler.await_all_ranks(int(run.rank == 0))
 
 
 REFUSED = {

@@ -87,7 +87,7 @@ class Job:
         """Train until the end of the last epoch."""
         run = self.run
         if self.args.slow:  # so its node joins when it has started
-            run._context.events.emit("restartable", generation=run.generation, start_s=20.0)
+            run._generation.context.events.emit("restartable", generation=run.generation, start_s=20.0)
         log = self.directory / f"g{run.generation}-r{run.rank}-{os.getpid()}.jsonl"
         generator, discriminator = run.ddp(self.generator), run.ddp(self.discriminator)
         for _ in run.epochs(EPOCHS):

@@ -199,7 +199,7 @@ def _make_hook(name: str) -> Any:
             self.job_log.write(step=state.global_step, logger=os.environ["WANDB_RUN_ID"])
         self.job_log.kill_at(name, state.global_step)
         if name == "on_step_begin":
-            drain = self.trainer.elastic_run._drain_request
+            drain = self.trainer.elastic_run._generation.drain_request
             self.job_log.pause_at(state.global_step, lambda: drain.requested)
 
     return hook

@@ -10,11 +10,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import yaml
 
 from elastic_resume import constants, events
 from elastic_resume.events import Event
@@ -34,19 +35,26 @@ LIMIT_S = 120.0  # of one wait: the first agent waits until its fork server has 
 class Pods(ClosedAtExit):
     """The pods of a Job, with a small training as their script."""
 
-    def __init__(self, directory: Path, documents: list[dict[str, Any]], *, has_claim: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        documents: list[dict[str, Any]],
+        *,
+        has_claim: bool = False,
+        words: Sequence[str] = (),
+    ) -> None:
         """``documents`` end with the Job, or its JobSet.
 
         With a claim all pods see one directory; otherwise each has a volume of its own, which is the harder
-        case.
+        case. ``words`` are those of the container, in place of the small training.
         """
         self.documents, self.name = documents, manifests.job_name(documents)
         self.job = manifests.job_spec(documents)
         container = manifests.container(self.job)
         tini, dashes, *command = container["command"]
         assert (tini, dashes) == ("tini", "--")  # process 1 of a machine does what it does
-        self._command = [*command, str(SCRIPTS / "train.py"), "--step-log", str(directory / "steps")]
-        self._command += ["--epochs", "10000", "--step-delay", "0.1"]
+        train = [str(SCRIPTS / "train.py"), "--step-log", str(directory / "steps")]
+        self._command = [*command, *(words or [*train, "--epochs", "10000", "--step-delay", "0.1"])]
         sizes = {
             one["name"]: one.get("emptyDir", {"sizeLimit": "4Gi"})["sizeLimit"]
             for one in self.job["template"]["spec"]["volumes"]
@@ -203,6 +211,26 @@ def test_job_loses_no_step_by_late_dns_deleted_pods_and_a_lost_node(tmp_path: Pa
         pods.wait(lambda: "stands by" in pods.read_log(3), "a spare pod")
         pods.remove(2)
         pods.wait_world(3, step)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_file_starts_the_readmes_job(tmp_path: Path) -> None:
+    """The container's only words are --config and the file."""
+    why = virtual_network.unavailable_reason()
+    if why and "CI" not in os.environ:
+        pytest.skip(why)
+    job = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
+    job["script-args"] = ["--epochs", 1]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    with Pods(tmp_path, manifests.load_documents(), words=["--config", str(tmp_path / "job.yaml")]) as pods:
+        for index in pods.indices:
+            pods.start(index)
+        pods.wait(lambda: all(p.poll() is not None for p in pods.processes.values()), "the end of three pods")
+        assert [process.returncode for process in pods.processes.values()] == [0, 0, 0], pods.read_log(0)
+        assert "3 ranks on 3 nodes" in "".join(map(pods.read_log, pods.indices))
+        assert "job.yaml:" in (pods.node_dir(0) / constants.SETTINGS_FILE).read_text()
 
 
 @pytest.mark.soak

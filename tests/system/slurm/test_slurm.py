@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 
 from elastic_resume import constants, events
 from elastic_resume.events import Event
@@ -260,9 +261,64 @@ def test_srun_starts_a_job_without_any_flag(slurm: SlurmCluster) -> None:
     )
     assert "3 ranks on 3 nodes" in said
     (run,) = set(kept.iterdir()) - before
-    named = re.match(rf"slurm-\d+(?=-{Path(TRAIN).stem}$)", run.name)
+    check_three_ends(slurm, run)
+
+
+def test_one_file_starts_the_readmes_job(slurm: SlurmCluster) -> None:
+    """The batch script and srun's command get the file alone."""
+    job = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
+    job["script"], job["script-args"] = str(ROOT / job["script"]), ["--epochs", 1]
+    job |= {"ckpt-dir": str(slurm.directory / "of-file")}
+    (slurm.directory / "job.yaml").write_text(yaml.safe_dump(job))
+    batch = slurm.sbatch(f"--output={slurm.directory}/%x-%j.out", ALLOCATION, "--config", "job.yaml")
+    slurm.wait(lambda: slurm.job_state(batch) in OVER, "the end of the job", 120)
+    assert slurm.job_state(batch) == "COMPLETED"
+    (run,) = (slurm.directory / "of-file").iterdir()
+    check_three_ends(slurm, run, script="digits")
+    settings = (run / slurm.machines.name(NODES[0]) / constants.SETTINGS_FILE).read_text()
+    assert re.search(r"^save-every: 30s +# job.yaml:\d+$", settings, re.MULTILINE)
+    assert re.search(r"^nnodes: 1:3 +# slurm$", settings, re.MULTILINE)
+
+
+def check_three_ends(slurm: SlurmCluster, run: Path, script: str = Path(TRAIN).stem) -> None:
+    """Check that all nodes have finished the run; nothing of the secret is left."""
+    named = re.match(rf"slurm-\d+(?=-{script}$)", run.name)
     assert named is not None
     assert {each.name for each in run.iterdir()} == {slurm.machines.name(index) for index in NODES}
     ends = [event for event in events.read_run(run) if event["event"] == "agent-end"]
     assert [end["outcome"] for end in ends] == ["done"] * 3
     assert not list((slurm.directory / ".elastic_resume").glob(f"{named[0]}.*"))
+
+
+SICK = """
+import os, pathlib, time
+node, sick = os.environ["SLURMD_NODENAME"], pathlib.Path("sick")
+with open("starts", "a") as starts:
+    starts.write(node + "\\n")
+if os.environ["RANK"] == "1" and not sick.exists():
+    sick.write_text(node)
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+if "SLURM_RESTART_COUNT" not in os.environ:
+    time.sleep(600)
+"""
+
+
+def test_requeued_job_does_not_get_the_node_that_it_excluded(slurm: SlurmCluster) -> None:
+    """Two of three nodes: one has a broken GPU, and the job cannot go on without another."""
+    (slurm.directory / "sick.py").write_text(SICK)
+    job = slurm.sbatch(
+        *("--nodes=2", "--cpus-per-task=1", f"--output={slurm.directory}/%x-%j.out", ALLOCATION),
+        *("--nnodes=2", "--rdzv-conf=join_timeout=5s", "sick.py"),
+        env={"ELASTIC_RESUME_CKPT_DIR": DISK, "OMP_NUM_THREADS": "1"},
+    )
+    slurm.wait(
+        lambda: slurm.job_state(job) == "PENDING" and slurm.job_info(job)["Restarts"] == "1", "the requeue"
+    )
+    sick = (slurm.directory / "sick").read_text()
+    slurm.wait(lambda: slurm.job_info(job)["ExcNodeList"] == sick, f"job {job} without {sick}")
+    slurm.start_now(job)
+    slurm.wait(lambda: slurm.job_state(job) in OVER, "the end of the job", 120)
+    assert slurm.job_state(job) == "COMPLETED"
+    starts = (slurm.directory / "starts").read_text().split()
+    assert sick not in starts[-2:]
+    assert not (slurm.directory / ".elastic_resume" / f"{job}.excluded").exists()

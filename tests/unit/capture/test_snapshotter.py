@@ -142,13 +142,13 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def expected(run: Run) -> tuple[dict[str, Tensor], Any]:
     """Return copies of all tensors of the state now, and the rest."""
-    flat = state_dict.flatten(run._tracked)
+    flat = state_dict.flatten(run._generation.tracked)
     return {leaf.name: leaf.tensor.clone() for leaf in flat.leaves}, flat.structure
 
 
 def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
     """Return the tensors, the rest and the step of the newest snapshot."""
-    newest = run._committer_connection.slot_client.find_newest()
+    newest = run._generation.committer_connection.slot_client.find_newest()
     assert newest is not None
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     tensors = {name: image.tensor(name).clone() for name in image.layout.extents}
@@ -174,7 +174,7 @@ def assert_held(run: Run, step: int, state: tuple[dict[str, Tensor], Any]) -> No
 
 def is_complete(run: Run, timeout_s: float = 20) -> bool:
     """Wait for the newest snapshot; return whether it is valid."""
-    return run._snapshot_scheduler.snapshotter.wait_until_complete(timeout_s)
+    return run._generation.snapshot_scheduler.snapshotter.wait_until_complete(timeout_s)
 
 
 def linear(inputs: int = 4, outputs: int = 4) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_copy_barrier_blocks_optimizer_step_until_copy_is_complete(
 
 def failures(run: Run) -> list[str]:
     """Return the reasons of failed snapshots from the event log."""
-    path = run._context.node_dir / "events.jsonl"
+    path = run._generation.context.node_dir / "events.jsonl"
     return [str(event["reason"]) for event in events.read(path) if event["event"] == "snapshot-failed"]
 
 
@@ -332,7 +332,7 @@ def replace_slots(begin: Callable[..., Run]) -> tuple[Run, int]:
         step_log.text = "x" * (70_000 << number // 3 * 2)
         run.step()
         assert is_complete(run), number
-    states = run._committer_connection.slot_client.control_block.read_slots()
+    states = run._generation.committer_connection.slot_client.control_block.read_slots()
     assert max(state.serial for state in states) > 9  # so there were others before
     return run, len(states)
 
@@ -385,7 +385,7 @@ def test_slots_replaced_by_larger_ones_free_their_memory(begin: Callable[..., Ru
 
     before = count_mapped()  # of runs of other tests
     run, slot_count = replace_slots(begin)
-    assert not run._closed
+    assert run._open is not None
     # The committer's own mappings, ours, and those that are dropped with the next slot.
     assert count_mapped() - before <= 2 * slot_count + 2
 
@@ -425,8 +425,8 @@ def test_less_memory_gives_fewer_snapshots_and_same_checkpoints(
     for _ in range(3):
         step(objects)
         run.step()
-    assert run._committer_connection.slot_client.slot_count == slots_that_fit
-    wait_until((run._context.node_dir / "g000001-s0000000003").is_dir, "the commit of step 3")
+    assert run._generation.committer_connection.slot_client.slot_count == slots_that_fit
+    wait_until((run._generation.context.node_dir / "g000001-s0000000003").is_dir, "the commit of step 3")
     step(objects)
     run.step()
     tensors, _ = expected(run)
@@ -484,7 +484,7 @@ def test_last_step_of_epoch_is_snapshotted_before_and_after_epoch_end(begin: Cal
     run = begin(**objects, data=batches)
 
     def find_newest() -> tuple[int, int, int]:
-        newest = run._committer_connection.slot_client.find_newest()
+        newest = run._generation.committer_connection.slot_client.find_newest()
         assert newest is not None
         position = newest.manifest.position
         return position.epoch, position.step_in_epoch, newest.snapshot_id
@@ -535,9 +535,9 @@ def test_snapshot_stays_announced_until_it_has_a_slot(
     """A local rank that ends the step meanwhile must take its part; without snapshots for their own sake."""
     objects = linear()
     run = begin(**objects, snapshot_every="off", save_every=1)
-    scheduler, announced = run._snapshot_scheduler, list[int]()
+    scheduler, announced = run._generation.snapshot_scheduler, list[int]()
     scheduler.is_sharded = True
-    control = run._committer_connection.slot_client.control_block
+    control = run._generation.committer_connection.slot_client.control_block
 
     def note(name: str, *_: Any) -> None:
         if name == "snapshot.started":
@@ -557,7 +557,7 @@ def test_save_that_a_local_rank_missed_is_not_taken_for_the_one_before(
     """The end state is then saved again. With a sharded model no rank can save it alone."""
     objects = linear()
     run = begin(**objects)
-    scheduler = run._snapshot_scheduler
+    scheduler = run._generation.snapshot_scheduler
     scheduler.is_sharded = True
     for is_missed in (False, True):
         step(objects)

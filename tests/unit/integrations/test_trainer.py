@@ -233,7 +233,7 @@ def test_left_training_ends_with_the_same_attributes_and_logs(
     trainer, callback = job.train()
     assert read(trainer, callback) == undisturbed
     assert "a restart loses what it holds" not in log.text
-    held = untracked.collect_held(trainer.elastic_run._tracked)
+    held = untracked.collect_held(trainer.elastic_run._generation.tracked)
     assert id(callback.average) in held, "no warning says that the average is not tracked"
 
 

@@ -72,6 +72,17 @@ def test_variable_names_the_job_as_for_run(variable: str) -> None:
     assert launcher.choose_run_id(launched.train, {variable: "mine"}) == []
 
 
+def test_file_names_the_job_as_for_run(tmp_path: Path) -> None:
+    """The file is an argument or a variable. Without the key in it, the function names the job."""
+    file = tmp_path / "job.yaml"
+    file.write_text("keep: 3\n")
+    default = ["--rdzv-id=tests.support.launched.train"]
+    assert launcher.choose_run_id(launched.train, {}, file) == default
+    file.write_text("rdzv-id: mine\n")
+    assert launcher.choose_run_id(launched.train, {}, file) == []
+    assert launcher.choose_run_id(launched.train, {"ELASTIC_RESUME_CONFIG": str(file)}) == []
+
+
 def test_name_of_notebook_is_found_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two notebooks may have a function of one name."""
     notebook: Any = types.ModuleType("__main__")

@@ -35,8 +35,8 @@ from elastic_resume.policy.failure_classification import (
     truncate_failure,
 )
 from elastic_resume.policy.gpu_faults import GpuError, GpuFault
-from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import Loss, NodeLost, Signalled, to_json
+from elastic_resume.policy.stalls import Activity, Stall
 from elastic_resume.policy.wording import describe_failure
 from elastic_resume.units import MAX_TEXT_CHARS
 

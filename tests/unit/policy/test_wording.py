@@ -9,9 +9,9 @@ from enum import Enum
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from elastic_resume.mechanisms.hangs.description import describe_diagnosis
+from elastic_resume.mechanisms.hangs.judge import HangDiagnosis, RankFinding
 from elastic_resume.policy import reasons, restart, wording
 from elastic_resume.policy.failure_classification import (
     EXCEPTION,
@@ -30,7 +30,6 @@ from elastic_resume.policy.failure_classification import (
 )
 from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.gpu_faults import GpuFault
-from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import (
     AbsentCandidates,
     Departure,
@@ -51,10 +50,9 @@ from elastic_resume.policy.reasons import (
     name_nodes,
     to_json,
 )
-from elastic_resume.policy.restart import DivergenceVerdict, ReplicasDiffer
+from elastic_resume.policy.stalls import Activity, Stall
 from elastic_resume.policy.wording import (
     describe,
-    describe_diagnosis,
     describe_event,
     describe_failure,
     explain_verdict,
@@ -123,6 +121,7 @@ SENTENCES: list[tuple[Any, str]] = [
     ),
     (reasons.JobFinished(), "every node has finished"),
     (reasons.JobFinished(("b",), 1), "all remaining nodes have finished; absent at the end: b"),
+    (restart.JudgedFailure("topic", 3, "{}", "a text of the mechanism"), "a text of the mechanism"),
     (
         restart.GaveUp("a", restart.NoProgress(KILLED, 3, 7)),
         (
@@ -344,43 +343,3 @@ def test_reason_that_is_no_fact_is_rejected() -> None:
     ):
         with pytest.raises(ValueError, match="not "):
             from_json(NodeLost, bad)
-
-
-ALONE = """
-replicas differ at step 128: node c is not as nodes a and b, the majority. Look at what that machine computes
-(memory, device), or at what the script does only there (all were equal at step 96). Start again without it.
-Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, and one
-node's values count at each resume. `elastic-resume diff` of two nodes' checkpoints names the tensors.
-"""
-NOBODY = """
-replicas differ at step 128: node a against node b. No majority: it is unknown which node is wrong (no step of
-this generation was seen equal). Look for what nodes do not share: random numbers, samples, a broken device.
-To continue from an older checkpoint, move the newer ones elsewhere. Machines of different kinds round
-differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, and one node's values count at each
-resume. `elastic-resume diff` of two nodes' checkpoints names the tensors.
-"""
-
-
-@pytest.mark.parametrize(
-    ("verdict", "expected"),
-    [
-        (DivergenceVerdict(128, 96, (("a", "b"), ("c",)), ("c",)), ALONE),
-        (DivergenceVerdict(128, 0, (("a",), ("b",))), NOBODY),
-    ],
-)
-def test_people_are_told_who_differs_and_what_to_do(verdict: DivergenceVerdict, expected: str) -> None:
-    """The whole sentence."""
-    assert describe(ReplicasDiffer(verdict)) == " ".join(expected.split())
-
-
-@given(
-    st.lists(st.lists(st.text(max_size=9), max_size=9).map(tuple), max_size=9).map(tuple),
-    st.lists(st.text(max_size=9), max_size=9).map(tuple),
-)
-def test_whatever_a_peer_calls_a_verdict_can_be_said(
-    camps: tuple[tuple[str, ...], ...], wrong: tuple[str, ...]
-) -> None:
-    """In one line of bounded length."""
-    text = describe(ReplicasDiffer(DivergenceVerdict(1, 0, camps, wrong)))
-    assert text.isprintable()
-    assert len(text) < 5000

@@ -19,7 +19,7 @@ from elastic_resume.report.formatting import WIDTH
 from elastic_resume.report.generations import (
     MAX_GENERATIONS,
     RECOVERY_BUCKETS_S,
-    Generation,
+    GenerationRow,
     GenerationTracker,
 )
 from elastic_resume.report.generations import build_history_from_events as build
@@ -403,7 +403,7 @@ def test_order_of_lines_does_not_matter(story: Callable[[], Job], random: Any) -
     shuffled = list(events)
     random.shuffle(shuffled)
 
-    def ends(rows: tuple[Generation, ...]) -> list[str]:
+    def ends(rows: tuple[GenerationRow, ...]) -> list[str]:
         return [item.end.text for item in rows]
 
     assert ends(build(shuffled).generations) == ends(build(events).generations)

@@ -17,8 +17,8 @@ from elastic_resume.cli import main
 from elastic_resume.events import Event
 from elastic_resume.policy import wording
 from elastic_resume.policy.flight_recorder import Collective
-from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import WorkersStopped, to_json
+from elastic_resume.policy.stalls import Activity, Stall
 from elastic_resume.report import generations, html, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import format_seconds

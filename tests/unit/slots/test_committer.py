@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 
+from elastic_resume.background import OfferQueue
 from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import MachineError
+from elastic_resume.local_socket import send_message
 from elastic_resume.slots import committer as committers
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
@@ -144,6 +146,31 @@ def test_progress_is_shown_only_to_caller_that_waits(
     wait_until(lambda: fixture.kinds() == ["commit"])
     fixture.committer.commit(write_snapshot(fixture.slot(1), 2))
     assert shown == ["writing the checkpoint of step 2"]
+
+
+def test_slow_reader_of_checkpoints_delays_neither_commits_nor_ends(fixture: CommitterFixture) -> None:
+    """It may write to a remote archive. Here it takes the first checkpoint, and does not come to an end."""
+    taken: list[str] = []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def archive(path: Path) -> None:
+        taken.append(path.name)
+        has_begun.set()
+        may_end.wait(60)
+
+    archives = OfferQueue("archive", archive)
+    archives.start()
+    fixture.committer.checkpoint_readers.append(archives.put)
+    fixture.committer.commit(write_snapshot(fixture.slot(0), 1))
+    assert has_begun.wait(60)
+    for step in (2, 3):
+        assert fixture.committer.commit(write_snapshot(fixture.slot(step - 1), step)) is not None
+    archives.close(timeout_s=0.01)
+    fixture.committer.close()
+    assert not may_end.is_set()
+    may_end.set()
+    archives.close()
+    assert taken == [checkpoint_name(1, 1)]
 
 
 def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixture) -> None:
@@ -480,14 +507,14 @@ def test_slot_with_outdated_serial_is_missing(client: SnapshotClient) -> None:
 @pytest.mark.parametrize(
     "garbage",
     [
-        b"\n",
-        b"[]\n",
-        b"{}\n",
-        b'{"operation": "slot"}\n',
-        b'{"operation": "start_generation", "trusted_version": 1, "keep": 2}\n',
-        b'{"operation": "reserve", "bytes": 1e400}\n',
-        b"[" * 50_000 + b"\n",
-        b"x" * (MAX_MESSAGE_BYTES + 1) + b"\n",
+        b"",
+        b"[]",
+        b"{}",
+        b'{"operation": "slot"}',
+        b'{"operation": "start_generation", "trusted_version": 1, "keep": 2}',
+        b'{"operation": "reserve", "bytes": 1e400}',
+        b"[" * 50_000,
+        b"x" * (MAX_MESSAGE_BYTES + 1),
         b'{"operation": "commit"',
     ],
 )
@@ -498,8 +525,9 @@ def test_invalid_request_closes_only_its_connection(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + server.socket_name)
         connection.settimeout(60)
-        connection.sendall(garbage)
-        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(BrokenPipeError):
+            send_message(connection, garbage)
+            connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):  # it had sent more than was read
             assert connection.recv(100) == b""
     assert client.call("reserve", bytes=100)[0] == {"slots": 3}
@@ -634,7 +662,7 @@ def test_server_recovers_from_lack_of_descriptors(
     with pytest.raises(OSError, match="timed out"), socket.socket(socket.AF_UNIX) as late:
         late.connect("\0" + name)
         late.settimeout(0.5)
-        late.sendall(b'{"operation": "reserve", "bytes": 1}\n')
+        send_message(late, b'{"operation": "reserve", "bytes": 1}')
         late.recv(100)
     for connection in crowd:
         connection.close()

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from elastic_resume import shared_page
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.slot_memory import Slot, SlotRecord, SlotState, encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
@@ -142,7 +143,7 @@ class SharedNode:
         )  # to read it takes a third of the time
         self.control = self.pool.control_block
         self.words: Any = self.control._words
-        self.control._words = SteppedWords(self.words, self.turns)  # type: ignore[assignment]
+        self.control._words = SteppedWords(self.words, self.turns)
         self.pool._create_slots(BYTES, min_count=2)
         self.attempts: dict[int, int] = {}
         self.newest_complete = 0
@@ -334,7 +335,7 @@ def test_stores_seen_late_tear_no_snapshot_only_with_barriers(
     scenario: str, has_barriers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process stores one word, then loads another's: without a barrier both may load old values."""
-    monkeypatch.setattr(slot_memory, "barrier", SteppedWords.show_stores if has_barriers else lambda: None)
+    monkeypatch.setattr(shared_page, "barrier", SteppedWords.show_stores if has_barriers else lambda: None)
     with contextlib.nullcontext() if has_barriers else pytest.raises(AssertionError):
         assert sum(1 for _ in explore(*LATE_STORES[scenario], are_stores_late=True)) > 20
 

@@ -20,6 +20,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ElasticResumeError
+from elastic_resume.local_socket import receive_message, send_message
 from elastic_resume.slots import ipc, slot_memory
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SlotClient, SnapshotClient, SnapshotServer
@@ -34,9 +35,9 @@ BEGIN = "import os, socket, sys; os.setuid(int(sys.argv[2])); peer = socket.sock
 CLIENT = f"""{BEGIN}
 peer.connect("\\0" + sys.argv[1])
 try:
-    peer.sendall(b'{{"operation": "hello"}}\\n')
-    data, descriptors, _, _ = socket.recv_fds(peer, 100, 1)
-    print(data, len(descriptors))
+    peer.sendall((22).to_bytes(4, "big") + b'{{"operation": "hello"}}')
+    _, descriptors, _, _ = socket.recv_fds(peer, 4, 1)
+    print(peer.recv(100), len(descriptors))
 except (ConnectionResetError, BrokenPipeError):
     print(b"", 0)
 """
@@ -46,7 +47,7 @@ peer.listen()
 print(flush=True)
 connection, _ = peer.accept()
 if connection.recv(100):
-    socket.send_fds(connection, [b"{{}}\\n"], [0])
+    socket.send_fds(connection, [b"\\0\\0\\0\\2{{}}"], [0])
     sys.stdin.read()
 """
 
@@ -66,7 +67,7 @@ def server(tmp_path: Path) -> Iterator[SnapshotServer]:
 
 
 @needs_root
-@pytest.mark.parametrize(("user", "answer"), [(0, "b'{}\\n' 1\n"), (OTHER_USER, "b'' 0\n")])
+@pytest.mark.parametrize(("user", "answer"), [(0, "b'{}' 1\n"), (OTHER_USER, "b'' 0\n")])
 def test_server_answers_its_own_user_only(user: int, answer: str, server: SnapshotServer) -> None:
     """Another user would get the descriptor of the control block, and then those of all slots."""
     command = [sys.executable, "-I", "-c", CLIENT, server.socket_name, str(user)]
@@ -138,8 +139,8 @@ def test_client_without_descriptor_closes_its_connection() -> None:
 
     def answer_without_descriptor(connection: socket.socket) -> None:
         connection.settimeout(60)
-        received.append(connection.recv(100))
-        connection.sendall(b"{}\n")
+        received.append(receive_message(connection, 100)[0])
+        send_message(connection, b"{}")
         received.append(connection.recv(100))
 
     with (
@@ -147,22 +148,22 @@ def test_client_without_descriptor_closes_its_connection() -> None:
         pytest.raises(ElasticResumeError, match="it sent no descriptor") as error,
     ):
         SnapshotClient(name)
-    assert received == [b'{"operation": "hello"}\n', b""]
+    assert received == [b'{"operation": "hello"}', b""]
     del error
 
 
 def answer_hello(connection: socket.socket) -> None:
     """Answer the first request, with a descriptor; receive the second."""
-    connection.recv(1000)
-    socket.send_fds(connection, [b"{}\n"], [0])
-    connection.recv(1000)
+    receive_message(connection, MAX_MESSAGE_BYTES)
+    send_message(connection, b"{}", [0])
+    receive_message(connection, MAX_MESSAGE_BYTES)
 
 
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
         (b"", "closed the connection"),
-        (b"x" * (MAX_MESSAGE_BYTES + 1), "closed the connection"),
+        (b"\xff" * 4, "no whole message"),
         (None, "timed out"),
     ],
 )

@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elastic_resume import constants, linux
+from elastic_resume import constants, linux, shared_page
 from elastic_resume.agent.workers import supervisor
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.errors import CorruptError, MachineError
@@ -444,10 +444,10 @@ def test_weakly_ordered_machine_has_barrier_around_each_access(
     """The barriers record what is stored when they run."""
     found: list[int] = []
     descriptor = ControlBlock.create()
-    monkeypatch.setattr(slot_memory, "ARCHITECTURE", "x86_64")
+    monkeypatch.setattr(shared_page, "MACHINE", "x86_64")
     plain = ControlBlock(descriptor)
-    monkeypatch.setattr(slot_memory, "ARCHITECTURE", machine)
-    monkeypatch.setattr(slot_memory, "barrier", lambda: found.append(plain.slot_record(0).get("snapshot_id")))
+    monkeypatch.setattr(shared_page, "MACHINE", machine)
+    monkeypatch.setattr(shared_page, "barrier", lambda: found.append(plain.slot_record(0).get("snapshot_id")))
     control = ControlBlock(descriptor)
     os.close(descriptor)
     record = control.slot_record(0)

@@ -356,7 +356,7 @@ def test_unread_batches_of_short_epochs_are_refused_in_the_second(
     """Even if the loader may have read the rest of the epoch ahead."""
     script = begin()
     script.batches.loader_prefetch = 16
-    monkeypatch.setattr(script.run._progress, "_world_size", 2)
+    monkeypatch.setattr(script.run._generation.progress, "_world_size", 2)
     with pytest.raises(UsageError, match="most samples would never be read"):
         read_every_other_batch(script, script.loader)
     assert script.run.position.epoch == 1
@@ -484,7 +484,7 @@ def test_signals_are_taken_back_from_a_library(
     script.run.take_signals()
     assert signal.getsignal(signal.SIGTERM) == mine
     os.kill(os.getpid(), signal.SIGTERM)
-    assert script.run._drain_request.requested
+    assert script.run._generation.drain_request.requested
     errors: list[BaseException] = []
 
     def take() -> None:
@@ -648,7 +648,7 @@ def test_step_counts_only_when_its_snapshot_has_begun(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("died")
 
-    monkeypatch.setattr(script.run._snapshot_scheduler, "after_step", fail)
+    monkeypatch.setattr(script.run._generation.snapshot_scheduler, "after_step", fail)
     with pytest.raises(OSError, match="died"):
         script.step()
     script.run._release()
@@ -823,7 +823,7 @@ def test_resume_allocates_slots_once(
     first.run.save()
     capsys.readouterr()
     second = begin()
-    memory = second.run._committer_connection.slot_client
+    memory = second.run._generation.committer_connection.slot_client
     assert memory is not None
     assert memory._prepare_thread is not None
     memory._prepare_thread.join()

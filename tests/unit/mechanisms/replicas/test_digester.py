@@ -11,12 +11,13 @@ from unittest.mock import Mock
 import pytest
 
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
-from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.mechanisms.replicas import digester
+from elastic_resume.mechanisms.replicas.description import DivergenceVerdict
 from elastic_resume.mechanisms.replicas.digester import SnapshotDigester, digest_image
 from elastic_resume.mechanisms.replicas.judge import DIGESTS, StateDigest
 from elastic_resume.policy.reasons import JobFinished
-from elastic_resume.policy.restart import DivergenceVerdict, ReplicasDiffer
+from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.slots.slot_memory import encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
 from tests.support.agent_parts import make_agent_context
@@ -80,7 +81,7 @@ def test_overwritten_snapshot_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> 
 @contextlib.contextmanager
 def digest_snapshots(client: Mock, emit: Mock) -> Iterator[Mock]:
     """Run a digester on three slots; yield its committer."""
-    committer = Mock(slot_pool=SlotPool(3 * SLOT_BYTES))
+    committer = Mock(slot_pool=SlotPool(3 * SLOT_BYTES), snapshot_readers=[])
     committer.slot_pool.reserve(SLOT_BYTES)
     part = SnapshotDigester(make_agent_context(emit=emit, committer=committer))
     part.start(client)
@@ -97,7 +98,7 @@ def test_digester_skips_what_is_missing_late_or_overwritten(monkeypatch: pytest.
     client, emit = Mock(**{"job_end.reason": JobFinished()}), Mock()
     with digest_snapshots(client, emit) as committer:
         slots = [committer.slot_pool._owned[index].slot for index in range(3)]
-        control, offer = committer.slot_pool.control_block, committer.offer_snapshot
+        control, (offer,) = committer.slot_pool.control_block, committer.snapshot_readers
         offer(encode_snapshot_id(9, 9), 1)
         offer(write_snapshot(slots[0], 1, share_count=2), 1)
         damaged = write_snapshot(slots[1], 2)
@@ -131,7 +132,7 @@ def test_end_for_unlike_replicas_is_an_event() -> None:
     """Each agent writes it, from the reason of the job's end."""
     client, emit = Mock(), Mock()
     verdict = DivergenceVerdict(8, 4, (("a", "b"), ("c",)), ("c",))
-    client.job_end.reason = ReplicasDiffer(verdict, 2)
+    client.job_end.reason = JudgedFailure(DIGESTS.name, 2, encode_body(verdict), "they differ")
     with digest_snapshots(client, emit):
         pass
     emit.assert_called_once_with(

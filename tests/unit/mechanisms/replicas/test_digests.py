@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.replicas.description import DivergenceVerdict
 from elastic_resume.mechanisms.replicas.judge import (
     MAX_DIGEST_INTERVAL,
     ReplicaComparison,
@@ -20,7 +21,6 @@ from elastic_resume.mechanisms.replicas.judge import (
     is_digest_due,
 )
 from elastic_resume.policy.checkpoint_interval import AUTO, MAX_OVERHEAD_SHARE, IntervalSetting
-from elastic_resume.policy.restart import DivergenceVerdict
 from elastic_resume.rendezvous.facts import Fact, Scope
 
 numbers = st.floats(0, 1e12) | st.just(math.nan) | st.just(math.inf)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.mechanism import decode_body, encode_body
+from elastic_resume.mechanisms.replicas.description import DivergenceVerdict
 from elastic_resume.mechanisms.replicas.judge import (
     DIGESTS,
     MAJORITY_NODE_TIMEOUTS,
@@ -17,11 +18,11 @@ from elastic_resume.mechanisms.replicas.judge import (
     StateDigest,
     is_digest_due,
 )
-from elastic_resume.policy.restart import DivergenceVerdict, ReplicasDiffer
+from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.rendezvous.core.interface import RendezvousSettings, Send
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat
-from elastic_resume.rendezvous.facts import Fact, FactOutbox, Scope
+from elastic_resume.rendezvous.facts import Fact, FactBody, FactOutbox, Scope
 from tests.support.rendezvous_sim.invariants import InvariantChecker
 from tests.support.rendezvous_sim.network import Clock, Network
 from tests.support.rendezvous_sim.scenario import Scenario
@@ -239,7 +240,7 @@ def test_diverged_replica_is_named_on_all_nodes(seed: int) -> None:
     named = (name,) if len(job.names) > 2 else ()
     for node in job.nodes:
         assert node.end is not None
-        assert isinstance(node.end.reason, ReplicasDiffer)
-        verdict = node.end.reason.verdict
+        assert isinstance(node.end.reason, JudgedFailure)
+        verdict = decode_body(DivergenceVerdict, FactBody(node.end.reason.body))
         assert verdict.diverged == named
         assert verdict.agreed_step < since <= verdict.step < since + 48 + 2 * node_timeout_steps

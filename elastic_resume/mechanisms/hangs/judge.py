@@ -33,11 +33,11 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 from elastic_resume.events import Event
 from elastic_resume.policy.flight_recorder import Collective, RecordedCollectives, find_missing
+from elastic_resume.policy.stalls import Activity, Stall
 
 MIN_THRESHOLD_S = 30.0
 LONGEST_STEP_FACTOR = 10.0
@@ -312,49 +312,6 @@ class RankEvidence:
     def pending(self) -> Collective | None:
         """Return the oldest collective that it has begun and not ended, if known."""
         return self.recorded.pending[0] if self.recorded and self.recorded.pending else None
-
-
-class Activity(Enum):
-    """What a rank does instead of a step."""
-
-    ENDED = "ended"
-    STOPPED = "stopped"
-    """By SIGSTOP."""
-    TRACED = "traced"
-    """Stopped by a debugger."""
-    UNINTERRUPTIBLE = "uninterruptible"
-    LAST_STEP_DONE = "last-step-done"
-    LEFT_BEHIND = "left-behind"
-    """It did not end after the other ranks of its node had ended."""
-    HOLDS_GIL = "holds-gil"
-    DATA = "data"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-    UNKNOWN = "unknown"
-    COLLECTIVE = "collective"
-    SPLIT_COLLECTIVE = "split-collective"
-    """Ranks wait in different collectives, and no side is the larger."""
-    SKIPPED_COLLECTIVE = "skipped-collective"
-    """It left out a collective that the others wait in, or called one too many."""
-    OTHER_NODE = "other-node"
-    """It waits with all ranks of its node for another node."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """Why a rank stands still, and where in the user's code.
-
-    ``kernel_function`` is where it sleeps. ``collective`` is what it waits in, or called last. ``others``
-    wait in ``others_collective``, which it has not called yet, or another instead.
-    """
-
-    activity: Activity
-    at: str = ""
-    cpu_share: float = 0.0
-    kernel_function: str = ""
-    collective: Collective | None = None
-    others: tuple[int, ...] = ()
-    others_collective: Collective | None = None
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.events import Event
-from elastic_resume.policy import hangs
-from elastic_resume.policy.flight_recorder import Collective, RecordedCollectives
-from elastic_resume.policy.hangs import (
+from elastic_resume.mechanisms.hangs import judge
+from elastic_resume.mechanisms.hangs.judge import (
     BACKWARD,
     COLLECTIVE,
     DATA,
     MAX_SAMPLE_GAP_S,
     MIN_THRESHOLD_S,
     OPTIMIZER,
-    Activity,
     HangDecision,
     HangDiagnosis,
     HangThreshold,
@@ -30,11 +28,12 @@ from elastic_resume.policy.hangs import (
     RankFinding,
     RankProgress,
     StackFrame,
-    Stall,
     classify_frames,
     diagnose_hang,
     innermost_user_frame,
 )
+from elastic_resume.policy.flight_recorder import Collective, RecordedCollectives
+from elastic_resume.policy.stalls import Activity, Stall
 
 AUTO, TWO = HangThreshold(), HangThreshold(2.0)
 
@@ -48,7 +47,7 @@ def sample(step: int, **more: object) -> ProgressSample:
 def observe(progress: RankProgress | None, *samples: ProgressSample, elapsed_s: float = 0.25) -> RankProgress:
     """Add samples, each ``elapsed_s`` seconds after the last."""
     for item in samples:
-        progress = hangs.update_progress(progress, item, elapsed_s)
+        progress = judge.update_progress(progress, item, elapsed_s)
     assert progress is not None
     return progress
 
@@ -61,7 +60,7 @@ def still(seconds: float, step: int = 14, **more: object) -> RankProgress:
 
 def hung(threshold: HangThreshold, *ranks: RankProgress) -> tuple[int, ...]:
     """Return the local ranks that hang."""
-    return hangs.find_hung_ranks(dict(enumerate(ranks)), threshold).hung_ranks
+    return judge.find_hung_ranks(dict(enumerate(ranks)), threshold).hung_ranks
 
 
 # ---- hung or not ---------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def test_limit_is_ten_times_the_longest_step_of_any_rank() -> None:
     """After a step of 20 s, the next may take 200 s."""
     slow = observe(still(20, step=14), sample(15))
     assert 19 < slow.longest_step_s < 21
-    decision = hangs.find_hung_ranks({0: slow, 1: still(100)}, AUTO)
+    decision = judge.find_hung_ranks({0: slow, 1: still(100)}, AUTO)
     assert decision.hung_ranks == ()
     assert 190 < decision.limit_s < 210
 
@@ -133,8 +132,8 @@ def test_rank_that_waited_for_busy_peer_gets_its_full_time() -> None:
     for is_busy, count in ((True, 240), (False, 7), (False, 2)):
         for _ in range(count):
             samples = {0: sample(14), 1: sample(14, is_busy=is_busy)}
-            ranks = hangs.pause_while_peer_busy({rank: observe(ranks[rank], samples[rank]) for rank in ranks})
-        assert hangs.find_hung_ranks(ranks, TWO).hung_ranks == ((0, 1) if count == 2 else ())
+            ranks = judge.pause_while_peer_busy({rank: observe(ranks[rank], samples[rank]) for rank in ranks})
+        assert judge.find_hung_ranks(ranks, TWO).hung_ranks == ((0, 1) if count == 2 else ())
     assert {progress.longest_step_s for progress in ranks.values()} == {still(0).longest_step_s}
 
 
@@ -147,9 +146,9 @@ def test_end_of_busy_time_starts_the_time_again() -> None:
 def test_ranks_that_stand_still_with_hung_rank_are_stalled() -> None:
     """All stop within a step of the first."""
     ranks = {0: still(2), 1: still(1.75), 2: still(0.25), 3: still(60, progress_counter=0)}
-    decision = hangs.find_hung_ranks(ranks, TWO)
+    decision = judge.find_hung_ranks(ranks, TWO)
     assert decision.hung_ranks == (0,)
-    assert hangs.find_stalled_ranks(ranks, decision) == (0, 1, 3)
+    assert judge.find_stalled_ranks(ranks, decision) == (0, 1, 3)
 
 
 @given(
@@ -176,10 +175,10 @@ def test_hung_rank_was_observed_without_progress_for_the_limit(
             now = replace(now, progress_counter=0)
         elif move == "busy":
             now = replace(now, is_busy=not now.is_busy, progress_counter=counter and counter + 1)
-        progress = hangs.update_progress(progress, now, elapsed_s)
+        progress = judge.update_progress(progress, now, elapsed_s)
         may_count = move in {"wait", "freeze"} and not now.is_busy and now.progress_counter
         seen_s = seen_s + min(elapsed_s, MAX_SAMPLE_GAP_S) if may_count else 0.0
-        decision = hangs.find_hung_ranks({0: progress}, threshold)
+        decision = judge.find_hung_ranks({0: progress}, threshold)
         if decision.hung_ranks:
             least_s = min(MIN_THRESHOLD_S, threshold.configured_s or MIN_THRESHOLD_S)
             assert seen_s + 1e-6 >= decision.limit_s >= least_s
@@ -404,8 +403,8 @@ def test_any_stalled_rank_is_either_suspect_or_victim(evidence: list[RankEvidenc
 
 def test_decision_has_time_of_next_check() -> None:
     """No rank can hang before."""
-    assert hangs.find_hung_ranks({0: still(1.5)}, TWO) == HangDecision((), 2.0, 0.5)
-    assert hangs.find_hung_ranks({}, TWO) == HangDecision((), 2.0, 2.0)
+    assert judge.find_hung_ranks({0: still(1.5)}, TWO) == HangDecision((), 2.0, 0.5)
+    assert judge.find_hung_ranks({}, TWO) == HangDecision((), 2.0, 2.0)
 
 
 HERE = HangDiagnosis(cause_is_here=True)
@@ -479,7 +478,7 @@ def ended(rank: int, **fields: object) -> Event:
 )
 def test_workers_remain_when_all_others_have_ended_well(events: list[Event], remaining: list[int]) -> None:
     """All workers of the node must have started; a failure or a stop is somebody else's business."""
-    found = hangs.find_remaining_workers(events, 3, local_world_size=3)
+    found = judge.find_remaining_workers(events, 3, local_world_size=3)
     assert [event["local_rank"] for event in found] == remaining
 
 
@@ -501,6 +500,6 @@ def test_idle_time_begins_again_after_work(
 ) -> None:
     """A hundredth of a core's time is work, and so is a step."""
     assert (
-        hangs.update_idle_workers(IdleWorkers("a", 8.0, 100.0), sample, elapsed_s, threshold).idle_s == idle_s
+        judge.update_idle_workers(IdleWorkers("a", 8.0, 100.0), sample, elapsed_s, threshold).idle_s == idle_s
     )
-    assert (AUTO.left_behind_s, TWO.left_behind_s) == (hangs.LEFT_BEHIND_S, hangs.MIN_LEFT_BEHIND_S)
+    assert (AUTO.left_behind_s, TWO.left_behind_s) == (judge.LEFT_BEHIND_S, judge.MIN_LEFT_BEHIND_S)

@@ -1,0 +1,417 @@
+"""Provide `Generation`: what a `Run` works with from one restore of the state to the end of its world."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_resume import constants, failpoints
+from elastic_resume.capture.schedule import SnapshotScheduler
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.config import Settings
+from elastic_resume.data import elastic_sampler, rng
+from elastic_resume.data.dataset_digest import digest_dataset
+from elastic_resume.data.global_batches import GlobalBatches
+from elastic_resume.data.rank_values import RankState, exchange
+from elastic_resume.data.sharded_stream import ShardedStream
+from elastic_resume.errors import ElasticResumeError
+from elastic_resume.mechanisms.registry import make_step_observers
+from elastic_resume.proof.replay import Replay
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
+from elastic_resume.restore import coordinator, replica_check
+from elastic_resume.restore.coordinator import ResumeResult
+from elastic_resume.restore.warm_memory import TensorPool
+from elastic_resume.slots.progress_page import ProgressPage
+from elastic_resume.state.bucket_order import BucketOrder
+from elastic_resume.state.built_settings import BuiltSettings
+from elastic_resume.state.parameters import FrozenParameters, ParameterOrder
+from elastic_resume.training import announce, ddp_check, worker_exit
+from elastic_resume.training.first_steps import FirstSteps
+from elastic_resume.training.heartbeat import RankHeartbeat, count_collectives
+from elastic_resume.training.progress import RunOptions, StepLimit, TrainingProgress
+from elastic_resume.training.rank0_buffers import Rank0Buffers
+
+logger = logging.getLogger(__name__)
+
+DATASET = "dataset"  # a mark of the checkpoint: the digest of rank 0's dataset at the first start
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """What `er.resume` was called with, checked. It is the same in all generations of a process."""
+
+    objects: dict[str, Any]
+    batches: GlobalBatches | None
+    data: Any
+    options: RunOptions
+    settings: Settings
+    frozen: FrozenParameters
+    built_settings: BuiltSettings
+    start_s: float  # the process's age when it called er.resume
+
+    @property
+    def records(self) -> dict[str, Any]:
+        """What is tracked of the script's objects beside their state."""
+        return {"elastic_resume.frozen": self.frozen, "elastic_resume.built": self.built_settings}
+
+    @functools.cached_property
+    def dataset_digest(self) -> int:
+        """The digest of the dataset as the script has built it; later it may keep other lists."""
+        return digest_dataset(self.data)
+
+    @property
+    def node_dir(self) -> Path:
+        """The node's directory."""
+        return self.settings.ckpt_dir / self.settings.run_id / self.settings.node_name
+
+
+def open_context(
+    collectives: Collectives, arguments: RunArguments, base_hook: worker_exit.Hook
+) -> RankContext:
+    """Gather the nodes' names, and report the exception that ends this process as that of its rank.
+
+    ``base_hook``: see `worker_exit.install_hook`.
+    """
+    events = worker_exit.open_event_log(
+        arguments.node_dir / constants.EVENTS_FILE, arguments.settings.node_name, collectives.rank
+    )
+    worker_exit.install_hook(events, base_hook)
+    if arguments.batches is None:
+        elastic_sampler.check_no_per_rank_state(arguments.data, collectives.size)
+    return RankContext(collectives, arguments.settings, events)
+
+
+class Generation:
+    """One rank's part in a generation: made by the restore of its state, and closed for good at its end.
+
+    A process that stays has one after the other, each with objects of its own.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        arguments: RunArguments,
+        wrappers: Collection[DistributedDataParallel],
+        *,
+        must_resume: bool = False,
+        tensor_pool: TensorPool | None = None,
+    ) -> None:
+        """Restore the state on all ranks, build what works with it, and report the start.
+
+        ``wrappers`` will have the DDP modules of this generation. ``must_resume``: refuse to start fresh.
+        """
+        objects, batches, options = arguments.objects, arguments.batches, arguments.options
+        self.context, self._arguments = context, arguments
+        self.drain_request = worker_exit.DrainRequest()  # before the restore, which may take long
+        self.is_replicated = False  # by `Run.replicate`
+        self.unfinished_loop = ""  # the place in a loop that has not come to its end
+        stream = self._bind_data()
+        # Another generation may follow, or a later cell of a notebook that calls resume again.
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(context.events.close)
+            node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
+            cleanup.callback(node_dir.release)
+            page, seed, digests = _open_page_and_share_seed(context, node_dir, arguments.dataset_digest)
+            self.bucket_order = BucketOrder()
+            self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
+            # Else a cold start would give all ranks rank 0's.
+            self.rank_values = [item for item in objects.values() if isinstance(item, RankState)]
+            exchange(self.rank_values, context.collectives)
+            self.tracked: dict[str, Any] = {
+                **objects,
+                "elastic_resume.buckets": self.bucket_order,
+                "elastic_resume.seed": self.random_numbers,
+                coordinator.PARAMETERS: ParameterOrder(objects),
+            } | arguments.records
+            self.committer_connection = CommitterConnection.open(context)
+            cleanup.callback(self.committer_connection.close)
+            slot_client = self.committer_connection.slot_client
+            result = coordinator.restore(
+                context, node_dir, page, slot_client, self.tracked, tensor_pool=tensor_pool
+            )
+            self.plan = result.plan
+            if must_resume and self.plan.kind == "cold":
+                raise ElasticResumeError(
+                    "no saved state is left that this process could go on from, so it has to start again."
+                )
+            self.progress = TrainingProgress(result.manifest, batches, options, context.collectives, stream)
+            if coordinator.DATA in self.tracked:  # an object that keeps its own position
+                self.progress.repeated_steps = 0
+            _set_seeds(self.random_numbers, batches, options)
+            _check_dataset(digests, self.random_numbers.marks, result, self.rank)
+            self.heartbeat = RankHeartbeat(page, context)
+            self.snapshot_scheduler = SnapshotScheduler(
+                context,
+                result.plan,
+                result.committed_step,
+                self.tracked,
+                slot_client,
+                waiting_for_disk=self.heartbeat.busy,
+            )
+            cleanup.callback(self.snapshot_scheduler.close)
+            self.state_bytes = coordinator.estimate_state_bytes(result.flat_state, self.tracked)
+            self.snapshot_scheduler.reserve_memory(self.state_bytes)
+            self.replay = self._begin_replay()
+            # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
+            context.run_on_all_ranks(lambda: None)
+            self._cleanup = cleanup.pop_all()
+        self._cleanup.callback(self.drain_request.restore_handler)
+        self._begin(result, wrappers)
+
+    def _begin(self, result: ResumeResult, wrappers: Collection[DistributedDataParallel]) -> None:
+        """Prepare the checks of the first steps, and report the start."""
+        context, position = self.context, self.progress.position
+        self._rank0_buffers = Rank0Buffers(context, self.tracked)
+        self._ddp_check = ddp_check.DDPCheck(context, wrappers, self._rank0_buffers)
+        self._replica_check = replica_check.FirstStepsCheck(context, self.tracked)
+        self._next_step_event_s = 0.0
+        self._step_limit = StepLimit(os.environ.get(constants.ENV_LAST_STEP, ""))
+        self._recorded_step = position.step
+        worker_exit.set_generation(
+            generation=self.number,
+            read_step=lambda: self._recorded_step,
+            is_proving=lambda: self.replay is not None,
+        )
+        log_hint = functools.partial(announce.log_enumerate_hint, context, position)
+        self.first_steps = FirstSteps(self.tracked, self._arguments.batches, result, self.rank, log_hint)
+        self._cleanup.callback(self.first_steps.close)
+        self._cleanup.callback(self.bucket_order.close)
+        self._cleanup.callback(self.heartbeat.close)
+        self._observers = make_step_observers(self.heartbeat.set_measurement, count_collectives)
+        for observer in self._observers:
+            self._cleanup.callback(observer.close)
+        self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
+        self.heartbeat.start_generation(self.number, position.step)
+        announce.start_worker(context, self.number, position.step, self.tracked)
+        self.random_numbers.start_at(position.step)
+        if self.rank == 0:
+            announce.log_start(result, context, position, world_change=self.progress.world_change)
+
+    @property
+    def number(self) -> int:
+        """The number of this generation; it grows over the whole job."""
+        return self.plan.generation
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 to world_size - 1."""
+        return self.context.collectives.rank
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def watch(self, name: str, model: nn.Module, wrapper: DistributedDataParallel) -> None:
+        """Give a tracked model's ``wrapper`` the recorded bucket order, and let mechanisms observe it."""
+        self.bucket_order.prepare(name, model, wrapper)
+        for observer in self._observers:
+            observer.watch(wrapper)
+
+    def finish_step(self, skipped: int) -> None:
+        """Mark a step boundary after ``skipped`` steps and one more.
+
+        Save if a save is due. On a node that is being drained, this ends the process.
+        """
+        self.earlier_run_notice.log_and_record()
+        self._step_limit.check(self.progress.position.step)
+        position = self.progress.finish_step(skipped)
+        self._ddp_check.before_buffers()
+        self.receive_from_ranks()
+        self.bucket_order.end_step()
+        self._replica_check.after_step(position.step, has_ddp=self.bucket_order.has_ddp)
+        failpoints.hit("step", position.step)
+        self.random_numbers.after_step(position.step)
+        if is_at_end := self.progress.has_no_batch_left and self.replay is None:
+            self.snapshot_scheduler.after_step(position, may_commit=False)
+        is_drained = not is_at_end and self._save_if_due()
+        # A step counts as finished only now, when its snapshot has begun: a process that dies earlier leaves
+        # no copy of it, and its peers may be stopped before they have one.
+        self._record_step(position)
+        if is_drained:
+            self.drain_request.terminate_process()
+        for observer in self._observers:
+            observer.end_step()
+        self.first_steps.end_step()
+
+    def _record_step(self, position: Position) -> None:
+        self.heartbeat.finish_step(position.step)
+        self._recorded_step = position.step
+        if self.progress.has_no_batch_left:
+            self.heartbeat.end_epoch(position.step)
+        now = time.monotonic()
+        if now >= self._next_step_event_s:
+            self._next_step_event_s = now + self.context.settings.step_mark_s
+            self.emit_progress("step")
+
+    def end_epoch(self) -> None:
+        """Count the epoch; save if a save is due, as `finish_step` does."""
+        self.progress.end_epoch()
+        self.receive_from_ranks()
+        if self._save_if_due():
+            self.drain_request.terminate_process()
+
+    def receive_from_ranks(self) -> None:
+        """Make equal what each rank has of its own: ranks' values, and the buffers of modules."""
+        exchange(self.rank_values, self.context.collectives)
+        self._rank0_buffers.receive()
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Emit an event at the present position."""
+        self.context.events.emit(kind, generation=self.number, step=self.progress.position.step, **fields)
+
+    def emit_progress(self, kind: str) -> None:
+        """Emit an event with the progress of the training."""
+        stalled_s = round(self.snapshot_scheduler.meter.total_stall_s, 3)
+        self.emit(kind, epoch=self.progress.position.epoch, stalled_s=stalled_s)
+
+    # ---- saving --------------------------------------------------------------------------------------
+
+    def save(self) -> Path | None:
+        """Commit the state now: see `Run.save`."""
+        if not (self.context.is_local_leader or self.snapshot_scheduler.is_sharded):
+            return None
+        if self.replay is not None:  # a newer state is saved, and this one may prove wrong
+            return self.replay.find_checkpoint() if self.context.is_local_leader else None
+        position, is_epoch_over = self.progress.position_to_resume_from()
+        self.snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
+        with self.heartbeat.busy():
+            return self.snapshot_scheduler.commit(position, is_epoch_over=is_epoch_over)
+
+    def end_replay(self) -> None:
+        """End the proof of a resume where the script ends."""
+        if self.replay is not None:
+            self.replay.end(self.progress.position_to_resume_from()[0])
+            self.replay = None
+
+    def _save_if_due(self) -> bool:
+        """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
+        is_drained = self.drain_request.requested and self.context.is_local_leader
+        position, is_epoch_over = self.progress.position, self.progress.is_epoch_over
+        if self.replay is not None:
+            if self.replay.has_reached(position):
+                with self.heartbeat.busy():
+                    self.replay.finish(position)
+                self.replay = None
+            return is_drained
+        scheduler = self.snapshot_scheduler
+        if is_drained and not scheduler.is_sharded:
+            with self.heartbeat.busy():
+                scheduler.keep_state(position, is_epoch_over=is_epoch_over)
+            return True
+        scheduler.after_step(position, is_epoch_over=is_epoch_over, is_drained=is_drained)
+        return is_drained and scheduler.has_kept(position, is_epoch_over=is_epoch_over)
+
+    # ---- the end -------------------------------------------------------------------------------------
+
+    def has_saved_state(self) -> bool:
+        """Return whether any node can hold a state of this job: this one does, or another one did."""
+        slot_client = self.committer_connection.slot_client
+        return (
+            self.plan.kind == "resumed"
+            or any(slot.snapshot_id for slot in slot_client.control_block.read_slots())
+            or bool(self.context.catalog.list_entries())
+        )
+
+    def stop_waiting_for_peers(self) -> None:
+        """End the wait of a step for a snapshot that other ranks began. Any thread may call it."""
+        self.snapshot_scheduler.snapshotter.stop_waiting_for_peers()
+
+    def close(self, *, is_over: bool) -> None:
+        """Release the node's directory and slots, and all that works with them.
+
+        If the training ``is_over`` for this process, report that; else another generation follows.
+        """
+        if not is_over:
+            self.stop_waiting_for_peers()
+        else:
+            worker_exit.report_caught_error()
+            self.earlier_run_notice.log_and_record("the script has taken no step")
+            if self.unfinished_loop and self.rank == 0 and not worker_exit.is_error_raised():
+                announce.warn_of_unfinished_loop(self.unfinished_loop)
+        self._cleanup.close()
+
+    # ---- the restore ---------------------------------------------------------------------------------
+
+    def _bind_data(self) -> ShardedStream | None:
+        """Bind the order of samples to this rank; return it if it is a stream."""
+        data, collectives = self._arguments.objects.get(coordinator.DATA), self.context.collectives
+
+        def before_batch(first: bool) -> None:
+            self.random_numbers.before_batch(self.progress.position.step, first=first)
+
+        if (batches := self._arguments.batches) is not None:
+            policy = self._arguments.options.on_world_change
+            batches.bind(collectives.rank, collectives.size, before_batch, policy=policy)
+        if not isinstance(data, ShardedStream):
+            return None
+        data.bind(collectives, before_batch, lambda: self.heartbeat.end_epoch(self.progress.position.step))
+        return data
+
+    def _begin_replay(self) -> Replay | None:
+        """Begin to compute the newest state again, if the generation starts from an earlier one."""
+        if self.plan.target is None:
+            return None
+        knows_data = coordinator.DATA in self.tracked
+        return Replay(
+            self.context,
+            self.plan,
+            self.plan.target,
+            self.tracked,
+            self.committer_connection.slot_client,
+            knows_data=knows_data,
+            within_epoch=not knows_data or self.progress.position.step_in_epoch > 0,
+        )
+
+
+def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None, options: RunOptions) -> None:
+    """Set the seeds, after that of the first start or of a checkpoint is known."""
+    if options.seed is not None:
+        random_numbers.seed = options.seed  # an explicit seed overrides both
+    if batches is not None:
+        batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
+
+
+def _open_page_and_share_seed(
+    context: RankContext, node_dir: NodeDir, dataset_digest: int
+) -> tuple[ProgressPage, int, list[int]]:
+    """Open the node's progress page, check the node names; return rank 0's seed, and all ranks' digests.
+
+    It takes one gather. Scripts may have given torch.manual_seed different numbers on each rank.
+    """
+
+    def open_page() -> tuple[ProgressPage, Any]:
+        page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+        seed = torch.initial_seed()  # 64 bits, unsigned
+        seed = seed if seed < 1 << 63 else seed - (1 << 64)
+        return page, [node_dir.read_identity(), seed, dataset_digest]
+
+    page, shared = context.run_and_gather(open_page)
+    context.check_node_names_unique([identity for identity, _, _ in shared])
+    return page, int(shared[0][1]), [int(digest) for _, _, digest in shared]
+
+
+def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:
+    """Warn if the ranks have built different datasets, or another one than at the job's first start."""
+    first = marks.setdefault(DATASET, digests[0])
+    other = next((each for each, digest in enumerate(digests) if digest != digests[0]), None)
+    is_start = result.plan.kind == "cold" or result.earlier_command is not None
+    if rank or (first == digests[0] and (other is None or not is_start)):
+        return
+    place = "at each start of this job" if first != digests[0] else f"on all ranks, as on 0 and {other}"
+    logger.warning(
+        f"WARNING: the dataset of data= is not the same {place}: its lists differ. So a resumed epoch goes "
+        "on with other samples. If random_split() or a shuffle draws it without a seed, pass generator="
+        "torch.Generator().manual_seed(0), or call torch.manual_seed(0) and random.seed(0) before it."
+    )
