@@ -58,6 +58,7 @@ NOT_RUN = (
     ("sbatch |srun |scontrol |scancel |squeue ", "sh", "needs Slurm; system/slurm runs the script"),
     ("kubectl |docker ", "sh", "needs a cluster or an image; system/kubernetes runs the Job"),
     (r"\bnode[012]\b.*\.py|--rdzv-endpoint node|-rdzv-id|getent hosts", "sh", "needs several machines"),
+    (r"(--config|--output) job\.yaml", "sh", "the file is of three machines; integration/test_job_file.py"),
     ("pip install|python -m build|git clone", "sh", "needs the network; a test installs the wheel"),
     (r"\bmake ", "sh", "the tests run by it"),
     (r"\$MASTER_ADDR|\$LWS_", "sh", "needs the pods of another controller"),
