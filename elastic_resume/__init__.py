@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elastic_resume.data.rank_values import per_rank as per_rank
     from elastic_resume.data.rng import seeded as seeded
     from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
+    from elastic_resume.launching.launcher import launch as launch
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
     from elastic_resume.state.open_checkpoint import load as load
     from elastic_resume.training.epochs import epochs as epochs
@@ -48,6 +49,7 @@ _MODULE_BY_NAME = {
     "ShardedStream": "elastic_resume.data.sharded_stream",
     "WorldChange": "elastic_resume.data.batch_size",
     "epochs": "elastic_resume.training.epochs",
+    "launch": "elastic_resume.launching.launcher",
     "load": "elastic_resume.state.open_checkpoint",
     "per_rank": "elastic_resume.data.rank_values",
     "resume": "elastic_resume.training.resume",
@@ -68,6 +70,7 @@ __all__ = [
     "__version__",
     "epochs",
     "errors",
+    "launch",
     "load",
     "per_rank",
     "resume",

@@ -448,7 +448,7 @@ _AGENT_VARIABLES = (
     constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_LOCAL_HOST, constants.ENV_LEASE_PAGE,
     constants.ENV_FORK_SERVER, constants.ENV_MAX_RESTARTS, constants.ENV_STANDBY, constants.ENV_STATE_BYTES,
     constants.ENV_PARKED, constants.ENV_NEW_PROCESS, constants.ENV_SUPERVISOR_FD, constants.ENV_LOCAL_RANK,
-    constants.ENV_COMMITTER, constants.ENV_SLOTS, constants.ENV_MTBF_S,
+    constants.ENV_COMMITTER, constants.ENV_SLOTS, constants.ENV_MTBF_S, constants.ENV_LAUNCH,
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@
      │       └─ PeerFailedError     another rank could not send it
      ├─ NoValidCheckpointError  checkpoints exist and none can be loaded        exit 1
      ├─ JobFailedError          the restart policy ended the job                exit 1
+     ├─ LaunchError             a job of ``launch`` ended without success, in the process that called it
      ├─ RendezvousLostError     the agents cannot reach each other any more     exit 75
      ├─ NodeExcludedError       this node leaves, the others continue           exit 75
      ├─ OtherRankFailedError    another rank cannot continue, so none can       exit 1
@@ -43,6 +44,7 @@ __all__ = [
     "ElasticResumeError",
     "ForeignError",
     "JobFailedError",
+    "LaunchError",
     "MachineError",
     "MismatchError",
     "NewerFormatError",
@@ -225,6 +227,25 @@ class JobFailedError(ElasticResumeError):
 
     Raised in the agent, never in a script. The text says what failed, on this node or on another.
     """
+
+
+class LaunchError(ElasticResumeError):
+    """A job that `launch` has started ended without success.
+
+    Raised by `launch`. The text has the agent's last line, and the traceback of the root cause if that is a
+    worker of this node. Correct what it names, and call `launch` again: the job continues.
+    """
+
+    exit_code: int = 1
+    """The exit code that ``elastic-resume run`` would have had."""
+    node: str = ""
+    """The node with the root cause; empty if there is none, as after SIGTERM."""
+    rank: int | None = None
+    """Its rank; None if the node itself failed."""
+    error_type: str = ""
+    """The class of the worker's exception; empty if it ended otherwise."""
+    traceback: str = ""
+    """The traceback of that exception; empty if it was raised on another node."""
 
 
 class RendezvousLostError(ElasticResumeError):

@@ -48,6 +48,7 @@ CHECKPOINTS_PAGE = "docs/guides/checkpoints.md"
 NOT_RUN = (
     (CHECKPOINTS_PAGE, "python", "they run on three ranks, below"),
     ("docs/guides/testing.md", "python", "integration/test_pytest_plugin.py runs these blocks"),
+    ("docs/guides/notebooks.md", "python", "integration/test_launch.py runs these blocks in a notebook"),
     (r"^python train\.py\ntorchrun ", "sh", "test_examples.py continues one run by all three launchers"),
     (r"-from transformers import Trainer", "diff", "the file train.py below it is its right side"),
     (r"-from trl import", "diff", "TRL is installed by make soak only, for tests/integration/test_trl.py"),

@@ -180,6 +180,12 @@ def main(directory: Path) -> None:
     print(f"trained: {path is not None} {len(hooks)} hooks")
 
 
+def start_from_python(directory: Path) -> bool:
+    """Start this script's training as a job of its own."""
+    results: dict[int, bool] = er.launch(read_again, args=(directory,), nproc_per_node=2)
+    return results[0]
+
+
 def test_survives_a_kill(elastic_cluster: Cluster) -> None:
     """A test of this script with the pytest plugin."""
     elastic_cluster.start("typed.py")

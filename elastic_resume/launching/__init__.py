@@ -1,0 +1,1 @@
+"""Run a function of a script or notebook as the workers of a job: `launcher.launch`."""

@@ -1,0 +1,276 @@
+"""`er.launch` from scripts and notebooks, with real kernels, agents and workers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic_resume.testing.backends import find_free_port
+from tests.docs import test_blocks
+from tests.support.paths import ROOT
+from tests.support.processes import is_alive, wait_for, wait_for_pid
+
+pytestmark = pytest.mark.cluster
+LAUNCHED = ROOT / "tests" / "support" / "launched.py"
+
+TRAIN = """
+import elastic_resume as er
+import torch
+torch.nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # this process has threads of torch from now on
+
+class Settings:
+    kills = False
+
+learning_rate = 0.2
+
+def train(settings):
+    import os, pathlib, signal
+    torch.manual_seed(0)
+    samples = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.arange(64) % 2)
+    batches = er.GlobalBatches(64, global_batch=8, seed=0)
+    model = torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), learning_rate)
+    run = er.resume(model=model, optimizer=optimizer, data=batches)
+    ddp = run.ddp(model)
+    for epoch in run.epochs(2):
+        for inputs, labels in torch.utils.data.DataLoader(samples, batch_sampler=batches):
+            loss = torch.nn.functional.cross_entropy(ddp(inputs), labels) * run.loss_weight
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step()
+            marker = pathlib.Path("killed")
+            if settings.kills and run.rank == 1 and run.position.step == 5 and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+    run.close()
+    print(f"rank {run.rank} prints into the cell")
+    return settings, [parameter.detach().clone() for parameter in model.parameters()]
+"""
+COMPARE = """
+before = signal.getsignal(signal.SIGINT), dict(os.environ), threading.active_count()
+calm = er.launch(train, (Settings(),), nproc_per_node=2, rdzv_id="calm")
+Settings.kills = True
+killed = er.launch(train, (Settings(),), nproc_per_node=2, rdzv_id="killed", snapshot_every=1)
+assert before == (signal.getsignal(signal.SIGINT), dict(os.environ), threading.active_count())
+assert os.path.exists("killed") and sorted(killed) == [0, 1]
+assert type(killed[0][0]) is Settings
+print("equal:", all(map(torch.equal, calm[0][1] + calm[0][1], killed[0][1] + killed[1][1])))
+"""
+FAIL = """
+def fail(text):
+    if int(os.environ["RANK"]) == 1:
+        raise ValueError(f"no {text}")
+    torch.distributed.init_process_group()
+    torch.distributed.barrier()
+
+try:
+    er.launch(fail, ("way",), nproc_per_node=2, rdzv_id="fail", max_restarts=0)
+except er.errors.LaunchError as error:
+    print(error.rank, error.error_type, error.exit_code, error.node != "")
+    print("with source:", 'raise ValueError(f"no' in str(error))
+"""
+
+
+def run_notebook(directory: Path, *cells: str, marker: str = "") -> list[str]:
+    """Execute cells in ``directory``, and return what each has printed."""
+    (directory / "cells").write_text(json.dumps(cells))
+    command = [sys.executable, "-m", "tests.support.notebook", "cells", "outputs", *filter(None, [marker])]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ.pop("JPY_SESSION_NAME", None)
+    done = subprocess.run(
+        command, cwd=directory, env=environ, check=False, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    outputs: list[str] = json.loads((directory / "outputs").read_text())
+    return outputs
+
+
+def read_readme() -> str:
+    """Return README's first block as a function, after the objects that a reader has, and its launch."""
+    block = next(block for block in test_blocks.BLOCKS if block.page == "README.md" and block.is_fragment)
+    objects = test_blocks.PREFACE.partition("\nshards = ")[0]
+    body = textwrap.indent(objects + block.code, "    ")
+    cell = f"def port():\n{body}    return model.module.state_dict()\n"
+    return cell + 'print(er.launch(port, nproc_per_node=2, rdzv_id="readme")[1].keys())'
+
+
+def start(directory: Path, script: Path = LAUNCHED, **settings: Any) -> subprocess.Popen[str]:
+    """Start a script that calls `launch`."""
+    command = [sys.executable, str(script), str(directory), json.dumps(settings)]
+    return subprocess.Popen(
+        command,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_notebook_function_survives_kill_and_returns_exact_results(tmp_path: Path) -> None:
+    """The function, a class and a global of the cell reach each worker. The cell gets lines and errors."""
+    setup = "import os, signal, threading"
+    outputs = run_notebook(tmp_path, setup + TRAIN, COMPARE, FAIL, "er.launch(train, (1,))")
+    _, compared, failed, unnamed = outputs
+    assert "rank 1 was killed by SIGKILL; restarting." in compared
+    assert "rank 1 prints into the cell" in compared
+    assert "equal: True" in compared
+    assert "1 ValueError 1 True" in failed
+    assert "with source: True" in failed
+    assert "ConfigError: launch() cannot find the name of this notebook" in unnamed
+
+
+def test_first_block_of_readme_runs_in_notebook(tmp_path: Path) -> None:
+    """With its own DistributedDataParallel, loader and sampler."""
+    _, output = run_notebook(tmp_path, "import elastic_resume as er", read_readme())
+    assert "odict_keys(['weight', 'bias'])" in output, output
+
+
+@pytest.mark.soak
+def test_blocks_of_guide_run_in_notebook(tmp_path: Path) -> None:
+    """One after the other, as a reader types them; start.py is a script of its own."""
+    blocks = [block for block in test_blocks.BLOCKS if block.page == "docs/guides/notebooks.md"]
+    cells = [block.text for block in blocks if block.language == "python" and not block.file]
+    outputs = run_notebook(tmp_path, *cells, "weights.keys()")
+    assert not any("Error" in output for output in outputs), outputs
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"digits", "digits-0.1", "digits-0.2"}
+
+
+def test_interrupted_notebook_ends_job_and_raises(tmp_path: Path) -> None:
+    """The agent gets the interrupt once, saves the last step, and leaves no process."""
+    body = f"""
+import sys
+sys.path.insert(0, {str(LAUNCHED.parent)!r})
+import elastic_resume as er, launched
+er.launch(launched.train, (launched.Limits(100_000), "."), nproc_per_node=2, rdzv_id="long")
+"""
+    (output,) = run_notebook(tmp_path, body, marker="pid-1")
+    assert "KeyboardInterrupt" in output, output
+    assert "is saved in" in output, output
+    assert not any(is_alive(int((tmp_path / f"pid-{rank}").read_text())) for rank in range(2))
+
+
+def test_script_function_of_main_and_job_of_killed_caller(tmp_path: Path) -> None:
+    """A script is imported again for its function and class. When the caller is killed, all its job ends."""
+    with start(tmp_path, nproc_per_node=2, check_replicas="off") as caller:
+        output, errors = caller.communicate(timeout=250)
+    assert caller.returncode == 0, errors
+    assert json.loads(output.splitlines()[-1]) == {"0": [8, 2], "1": [8, 2]}, errors
+    assert (tmp_path / "checkpoints" / "launched.train").is_dir()
+
+    (tmp_path / "pid-0").unlink()
+    with start(tmp_path, rdzv_id="long", steps=100_000) as caller:
+        worker = wait_for_pid(tmp_path / "pid-0")
+        job = psutil.Process(caller.pid).children(recursive=True)
+        assert worker in {process.pid for process in job}
+        caller.kill()
+        try:
+            wait_for(lambda: not any(is_alive(process.pid) for process in job), "the end of the job", 120.0)
+        finally:
+            for process in filter(psutil.Process.is_running, job):
+                process.kill()
+    log = next((tmp_path / "checkpoints" / "long").iterdir()) / "events.jsonl"
+    kinds = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert "agent-end" in kinds  # it has ended in order, and was not killed
+
+
+@pytest.mark.soak
+def test_two_callers_with_one_call_are_two_nodes(tmp_path: Path) -> None:
+    """Each gets the results of its own ranks."""
+    addresses = [f"127.0.0.{number + 1}" for number in range(2)]
+    endpoints = [f"{address}:{find_free_port(address)}" for address in addresses]
+    common: dict[str, Any] = {"nnodes": 2, "rdzv_endpoint": endpoints, "rdzv_id": "two"}
+    nodes = []
+    for number, address in enumerate(addresses):
+        directory = tmp_path / f"n{number}"
+        directory.mkdir()
+        own: dict[str, Any] = {"node_name": f"n{number}", "local_addr": address}
+        nodes.append(start(directory, **common, **own, ckpt_dir=str(directory), nproc_per_node=1))
+    done = [node.communicate(timeout=250) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], done
+    merged: dict[str, list[int]] = {}
+    for output, _ in done:
+        merged |= json.loads(output.splitlines()[-1])
+    assert merged == {"0": [8, 2], "1": [8, 2]}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("er.launch(lambda: (i for i in range(3)))", "rank 0 has returned a generator, which cannot be sent"),
+        (
+            "er.launch(launched.train, (1, '.'), nproc_pernode=2)",
+            "unknown flag --nproc-pernode. Did you mean --nproc-per-node",
+        ),
+        ("er.launch(launched.train, (1, '.'), keep=0)", "--keep is 0"),
+        ("er.launch(launched.die, max_restarts=0)", "killed by SIGKILL"),
+    ],
+)
+def test_wrong_call_raises_in_caller(tmp_path: Path, call: str, message: str) -> None:
+    """Each error names what is wrong; a script is used, so that no kernel has to start."""
+    guard = "if __name__ == '__main__':"
+    path = f"sys.path.insert(0, {str(LAUNCHED.parent)!r})"
+    (tmp_path / "script.py").write_text(
+        f"import os, sys\n{path}\nimport elastic_resume as er, launched\n{guard}\n    {call}\n"
+    )
+    with start(tmp_path, tmp_path / "script.py") as caller:
+        _, errors = caller.communicate(timeout=250)
+    assert caller.returncode == 1
+    assert message in errors
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("no_warm", [False, True])
+def test_restartable_function_and_cold_worker(tmp_path: Path, *, no_warm: bool) -> None:
+    """The survivor's result is of the last generation, and a worker that starts cold finds the call too."""
+    function = """
+import functools, os, pathlib, signal, sys
+sys.path.insert(0, DIRECTORY)
+import elastic_resume as er, launched
+if __name__ == "__main__":
+    results = er.launch(launched.train_in_process, nproc_per_node=2, snapshot_every=1, no_warm=NO_WARM)
+    print(results)
+"""
+    function = function.replace("DIRECTORY", repr(str(LAUNCHED.parent))).replace("NO_WARM", str(no_warm))
+    (tmp_path / "script.py").write_text(function)
+    with start(tmp_path, tmp_path / "script.py") as caller:
+        output, errors = caller.communicate(timeout=250)
+    assert caller.returncode == 0, errors
+    survivor, other = ast.literal_eval(output.splitlines()[-1]).values()
+    assert survivor[0] >= 2, "it was not called again"
+    assert (survivor[1], other[1]) == (16, 16)
+
+
+@pytest.mark.soak
+def test_script_without_guard_is_told(tmp_path: Path) -> None:
+    """Else each worker would start a job, and so on."""
+    (tmp_path / "script.py").write_text("import elastic_resume as er\ndef f(): pass\ner.launch(f)\n")
+    with start(tmp_path, tmp_path / "script.py") as caller:
+        _, errors = caller.communicate(timeout=250)
+    assert "LaunchError" in errors
+    assert "put the call under if __name__ ==" in errors
+
+
+@pytest.mark.soak
+def test_interrupt_of_terminal_reaches_job_once(tmp_path: Path) -> None:
+    """A script's process group gets SIGINT from a terminal; the agent is in a session of its own."""
+    with start(tmp_path, rdzv_id="long", steps=100_000) as caller:
+        wait_for_pid(tmp_path / "pid-0")
+        caller.send_signal(signal.SIGINT)
+        _, errors = caller.communicate(timeout=250)
+    assert caller.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    assert "is saved in" in errors
