@@ -230,7 +230,8 @@ WRONG: list[tuple[str | bytes, str]] = [
 # The file says something else than a start would need, but nothing that a schema could see.
 BEYOND_SCHEMA = re.compile(
     r"twice|names no script|nnodes is|tee is|no training script|not YAML|UTF-8|MiB|secret|the variable"
-    r"|has the tag|plain name|without a name|ckpt-dir is ''|at the top|is no setting|is 'two'|a host name|valid port"
+    r"|has the tag|plain name|without a name|ckpt-dir is ''|at the top|is no setting|is 'two'"
+    r"|a host name|valid port"
 )
 
 
