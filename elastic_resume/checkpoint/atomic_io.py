@@ -128,10 +128,10 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename ``source`` to ``target`` atomically; an existing file is replaced."""
-        for directory, check in rename_checks.items():
-            if target.is_relative_to(directory):
-                check()
         with translate_os_errors("rename to", target):
+            for directory, check in list(rename_checks.items()):
+                if source.is_relative_to(directory) or target.is_relative_to(directory):
+                    check()
             os.rename(source, target)  # noqa: PTH104  the crash test records this call
 
     def unlink(self, path: Path) -> None:

@@ -2,9 +2,9 @@
 
 flock(2) is the lock where it works. Some mounts answer it with an error, or grant it to everybody: Lustre
 without ``flock`` or with ``localflock``, NFS with ``local_lock``, CIFS with ``nobrl``. There the owner keeps
-filelock's `SoftFileLease`: a file that it touches every `HEARTBEAT_S`. Another process takes it over at once
-if the owner's process has ended on this machine (its number, boot id and start time are in the file), else
-when nobody has touched it for `LEASE_S` on the other's own clock.
+an `OwnerLease`: a file that it touches every `HEARTBEAT_S`. Another process takes it over at once if the
+owner's process has ended on this machine (its number, boot id and start time are in the file), else when
+nobody has touched it for `LEASE_S` on the other's own clock.
 
 An owner that was suspended for longer may wake up later. So each rename below the directory reads the file
 first, and a process that has lost the lease ends itself.
@@ -15,35 +15,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elastic_resume import constants
+from elastic_resume.background import BackgroundThread
 from elastic_resume.checkpoint import atomic_io
-
-if TYPE_CHECKING:
-    import filelock
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 HEARTBEAT_S = 2.0
+SETTLE_S = 1.0  # others that found the same dead owner have renamed their files by then
+MAX_LEASE_BYTES = 4096
 LEASE_S = 30.0  # some network file systems block for many seconds
 _ERRNOS_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP}
-# Options of Lustre, NFS and CIFS by which a lock is known to one machine only.
-_LOCAL_LOCK_PATTERN = re.compile(r"(?:^|,)(localflock|local_lock=(?:all|flock)|nobrl)(?:,|$)")
+# Options of Lustre, OCFS2, NFS and CIFS by which a lock is known to one machine only.
+_LOCAL_LOCK_PATTERN = re.compile(r"(?:^|,)(localflocks?|local_lock=(?:all|flock)|nobrl)(?:,|$)")
 _locks: dict[Path, DirLock] = {}  # directories that this process owns
 
 
 class DirLock:
     """The ownership of a directory, until `release` or the end of this process."""
 
-    def __init__(self, directory: Path, descriptor: int, lease: filelock.SoftFileLease | None) -> None:
+    def __init__(self, directory: Path, descriptor: int, lease: OwnerLease | None) -> None:
         """Use `acquire`."""
         self._directory = directory
         self._descriptor = descriptor
@@ -56,7 +57,6 @@ class DirLock:
         if _locks.pop(self._directory.resolve(), None) is not self or self._pid != os.getpid():
             return
         if self._lease is not None:
-            atomic_io.rename_checks.pop(self._directory, None)
             self._lease.release()
         with contextlib.suppress(OSError):  # where locks fail, so does this
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a fork may still have the file open
@@ -138,65 +138,123 @@ def find_local_lock_option(mounts: Iterable[str], device: int) -> str:
     return ""
 
 
-def _acquire_lease(directory: Path, problem: str, deadline: float) -> filelock.SoftFileLease | None:
-    """Take the lease; return None if its owner renews it, which is certain by ``deadline`` or soon after."""
-    from filelock import SoftFileLease, Timeout  # noqa: PLC0415  few file systems need it
+class OwnerLease:
+    """The ownership of a directory by a file with this process's token: it needs no lock and no special call.
 
-    path = directory / constants.OWNER_LEASE_FILE
-    first = _read_mtime(path)
-    is_reported = False
+    A process that finds no owner, or a dead one, renames its file over the other and reads it again after
+    `SETTLE_S`: of several, the last one owns the directory. Whoever reads another's token has lost it.
+    """
 
-    def is_refused() -> bool:
-        nonlocal is_reported
-        if time.monotonic() < deadline:
+    def __init__(self, directory: Path) -> None:
+        """Use `try_acquire`."""
+        self._directory = directory
+        self._path = directory / constants.OWNER_LEASE_FILE
+        self._token = secrets.token_hex(16)
+        self._seen: tuple[tuple[bytes, int], float] | None = None
+        self.is_owner_alive = False
+        """Whether its owner is known to live: its process is here, or has renewed the file meanwhile."""
+        self._thread = BackgroundThread("elastic-resume-owner-lease", self._renew)
+
+    def try_acquire(self) -> bool:
+        """Take the lease unless another process may own it; it lasts until `release`."""
+        owner = self._read()
+        if owner is not None and not self._is_dead(owner):
             return False
-        if _read_mtime(path) != first:
-            return True
-        if not is_reported:
+        record = {"token": self._token, "pid": os.getpid(), **_describe_process(os.getpid())}
+        temporary = self._path.with_name(atomic_io.temporary_name(self._path.name))
+        temporary.write_text(json.dumps(record))
+        if self._read() != owner:
+            temporary.unlink()
+            return False
+        temporary.replace(self._path)
+        time.sleep(SETTLE_S)
+        if not self._is_ours():
+            return False
+        atomic_io.rename_checks[self._directory] = self.check
+        self._thread.start()
+        return True
+
+    def check(self) -> None:
+        """End this process if another one owns the directory.
+
+        Raises:
+            OSError: that cannot be read now, so nothing may be written.
+
+        """
+        if not self._is_ours():
+            logger.critical(
+                f"{self._directory} belongs to another process now, or its {self._path.name} was removed. "
+                f"Was this process suspended, or its file system blocked, for {LEASE_S:.0f} s? It ends."
+            )
+            os._exit(constants.EXIT_MACHINE_ERROR)
+
+    def release(self) -> None:
+        """Give the directory up."""
+        self._thread.close()
+        atomic_io.rename_checks.pop(self._directory, None)
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                self._path.unlink()
+
+    def _renew(self) -> float:
+        with contextlib.suppress(
+            OSError
+        ):  # nobody else can write there meanwhile either, or `check` finds out
+            self.check()
+            os.utime(self._path)
+        return HEARTBEAT_S
+
+    def _is_ours(self) -> bool:
+        owner = self._read()
+        return owner is not None and self._token.encode() in owner[0]
+
+    def _read(self) -> tuple[bytes, int] | None:
+        """Return content and time of the file; None if there is none. Opening it reads both anew on NFS."""
+        try:
+            with open(self._path, "rb") as file:
+                return file.read(MAX_LEASE_BYTES), os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _is_dead(self, owner: tuple[bytes, int]) -> bool:
+        """Return whether the owner has ended for certain, or has been silent for `LEASE_S`."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(owner[0])
+            ours = _describe_process(os.getpid())
+            if all(record[name] == ours[name] for name in ("boot", "namespace")):
+                self.is_owner_alive = _describe_process(record["pid"])["start"] == record["start"]
+                return not self.is_owner_alive
+        if self._seen is None or self._seen[0] != owner:
+            self.is_owner_alive = self._seen is not None
+            self._seen = owner, time.monotonic()
+        return time.monotonic() - self._seen[1] >= LEASE_S
+
+
+def _describe_process(pid: int) -> dict[str, str]:
+    """Return boot and PID namespace of this machine, and a process's start; empty texts if unknown."""
+    found = dict.fromkeys(("boot", "namespace", "start"), "")
+    with contextlib.suppress(OSError):
+        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        found["namespace"] = os.readlink("/proc/self/ns/pid")  # noqa: PTH115  it is no path
+        found["start"] = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    return found
+
+
+def _acquire_lease(directory: Path, problem: str, deadline: float) -> OwnerLease | None:
+    """Take the lease; return None if its owner is alive, which may take longer than until ``deadline``."""
+    lease, is_reported = OwnerLease(directory), False
+    while not lease.try_acquire():
+        if time.monotonic() >= deadline and lease.is_owner_alive:
+            return None
+        if time.monotonic() >= deadline and not is_reported:
             logger.info(f"{directory}: waiting up to {LEASE_S:.0f} s, since its last owner may be alive")
-        is_reported = True
-        return False
-
-    lease = SoftFileLease(
-        path,
-        lease_duration=LEASE_S,
-        heartbeat_interval=HEARTBEAT_S,
-        thread_local=False,
-        on_compromise=lambda lost: _end_process(directory, lost.reason),
-    )
-    wait_s = max(deadline - time.monotonic(), LEASE_S + HEARTBEAT_S)
-    try:
-        lease.acquire(timeout=wait_s, poll_interval=POLL_S, cancel_check=is_refused)
-    except Timeout:
-        return None
-    mark = f"token={lease.token}".encode()
-
-    def check() -> None:
-        with contextlib.suppress(OSError):  # the rename will fail too, or the heartbeat
-            if mark not in path.read_bytes():
-                _end_process(directory, "owner-changed")
-
-    atomic_io.rename_checks[directory] = check
+            is_reported = True
+        time.sleep(POLL_S)
     logger.info(
-        f"{directory}: {problem}, so this process owns it by the file {path.name}, touched every "
-        f"{HEARTBEAT_S:.0f} s. After a crash of this machine, another one may wait {LEASE_S:.0f} s for it."
+        f"{directory}: {problem}, so this process owns it by the file {constants.OWNER_LEASE_FILE}, which it "
+        f"renews. After a crash of this machine, another one may wait {LEASE_S:.0f} s for it."
     )
     return lease
-
-
-def _read_mtime(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
-
-
-def _end_process(directory: Path, reason: str) -> None:
-    logger.critical(
-        f"{directory} may belong to another process now ({constants.OWNER_LEASE_FILE}: {reason}), since this "
-        f"one was suspended or its file system blocked for {LEASE_S:.0f} s. This process ends."
-    )
-    os._exit(constants.EXIT_MACHINE_ERROR)
 
 
 def _forget_locks_of_parent() -> None:

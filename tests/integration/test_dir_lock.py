@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
-import re
 import select
 import signal
 import subprocess
@@ -35,7 +35,7 @@ from elastic_resume.checkpoint import dir_lock
 from elastic_resume.checkpoint.atomic_io import DISK
 from elastic_resume.checkpoint.node_dir import NodeDir
 logging.basicConfig(level=logging.INFO)
-dir_lock.LEASE_S, dir_lock.HEARTBEAT_S = {LEASE_S}, 0.5
+dir_lock.LEASE_S, dir_lock.HEARTBEAT_S, dir_lock.SETTLE_S = {LEASE_S}, 0.5, 0.2
 node = NodeDir.claim(Path(sys.argv[1]), "job", "a", timeout_s=float(sys.argv[2]))
 print("held", flush=True)
 for line in sys.stdin:
@@ -55,7 +55,8 @@ class Owner(subprocess.Popen[str]):
     """A process that claims the directory, for which flock has another answer."""
 
     def __init__(self, directory: Path, answer: str, timeout_s: float = 0.0, host: str = "") -> None:
-        wrapper = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"] if host else []
+        flags = ["--uts", "--pid", "--fork", "--kill-child"]  # nobody sees each other's processes
+        wrapper = ["unshare", *flags, "sh", "-c", f'hostname {host}; exec "$@"', "sh"] if host else []
         filtered = [sys.executable, answered_call.__file__, "flock", answer, sys.executable, "-c", OWNER]
         super().__init__(
             [*wrapper, *filtered, str(directory), str(timeout_s)],
@@ -65,6 +66,11 @@ class Owner(subprocess.Popen[str]):
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
+
+    @property
+    def itself(self) -> psutil.Process:
+        """The process in its own namespace of process numbers."""
+        return psutil.Process(self.pid).children()[0]
 
     def read(self) -> str:
         """Return the next line; empty if the process has ended."""
@@ -127,9 +133,7 @@ def test_directory_of_a_reused_process_number_is_taken_over(owner: Owner, tmp_pa
     owner.wait()
     lease = tmp_path / "job" / "a" / constants.OWNER_LEASE_FILE
     with subprocess.Popen(["sleep", "60"]) as other:
-        text, count = re.subn(rf"(?m)^(pid=)?{owner.pid}$", rf"\g<1>{other.pid}", lease.read_text())
-        assert count == 1
-        lease.write_text(text)
+        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"pid": other.pid}))
         error = claim(tmp_path)
         other.kill()
     assert not error
@@ -141,29 +145,71 @@ def test_directory_of_a_lost_machine_is_taken_over_after_its_lease(tmp_path: Pat
     with Owner(tmp_path, "0", host="other-machine") as first:
         assert first.read() == "held", first.end()
         error = claim(tmp_path)
-        assert f"held by process {first.pid} on host other-machine" in error
-        first.kill()
+        assert "held by process 1 on host other-machine" in error
+        first.itself.kill()
     with Owner(tmp_path, "0") as process:
         assert process.read() == "held"
         errors = process.end()
     assert "waiting up to" in errors
 
 
-def test_suspended_owner_that_was_replaced_ends_before_it_writes(owner: Owner, tmp_path: Path) -> None:
+@pytest.fixture
+def suspended(tmp_path: Path) -> Iterator[Owner]:
+    """An owner on another machine that is suspended."""
+    if os.getuid() != 0:
+        pytest.skip("another machine's names need root")
+    with Owner(tmp_path, "0", host="other-machine") as process:
+        assert process.read() == "held", process.end()
+        process.itself.suspend()
+        wait_for(lambda: process.itself.status() == psutil.STATUS_STOPPED, "the owner to stop")
+        yield process
+        process.kill()
+
+
+def test_suspended_owner_that_was_replaced_ends_before_it_writes(suspended: Owner, tmp_path: Path) -> None:
     """Its next rename finds the other's lease."""
-    os.kill(owner.pid, signal.SIGSTOP)
-    wait_for(lambda: psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED, "the owner to stop")
     with Owner(tmp_path, "0") as second:
         assert second.read() == "held"
         assert second.do("write") == "done"
-        assert owner.stdin
-        owner.stdin.write("write\n" * 100)
-        owner.stdin.flush()
-        os.kill(owner.pid, signal.SIGCONT)
-        errors = owner.communicate(timeout=60)[1]
-        assert owner.returncode == constants.EXIT_MACHINE_ERROR
+        assert suspended.stdin
+        suspended.stdin.write("write\n" * 100)
+        suspended.stdin.flush()
+        suspended.itself.resume()
+        errors = suspended.communicate(timeout=60)[1]
+        assert suspended.returncode == constants.EXIT_MACHINE_ERROR
         assert (tmp_path / "job" / "a" / "file").read_text() == str(second.pid)
-    assert f"a may belong to another process now ({constants.OWNER_LEASE_FILE}: owner-changed)" in errors
+    assert f"a belongs to another process now, or its {constants.OWNER_LEASE_FILE} was removed" in errors
+
+
+def test_suspended_owner_ends_though_its_successor_has_gone(suspended: Owner, tmp_path: Path) -> None:
+    """The directory is not as it was. A file that its successor or a person removed does not come back."""
+    assert not claim(tmp_path)
+    suspended.itself.resume()
+    assert suspended.do("write") == ""
+    suspended.communicate(timeout=60)
+    assert suspended.returncode == constants.EXIT_MACHINE_ERROR
+    assert not (tmp_path / "job" / "a" / "file").exists()
+
+
+def test_stopped_owner_of_this_machine_keeps_its_directory(owner: Owner, tmp_path: Path) -> None:
+    """Its process lives."""
+    os.kill(owner.pid, signal.SIGSTOP)
+    time.sleep(LEASE_S)
+    assert "NodeLockedError" in claim(tmp_path)
+    os.kill(owner.pid, signal.SIGCONT)
+    assert owner.do("write") == "done"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"boot": 3}'])
+def test_lease_that_a_crash_has_cut_is_taken_over(content: str, tmp_path: Path) -> None:
+    """Nobody renews it."""
+    directory = tmp_path / "job" / "a"
+    directory.mkdir(parents=True)
+    (directory / constants.OWNER_LEASE_FILE).write_text(content)
+    with Owner(tmp_path, "0") as process:
+        assert process.read() == "held"
+        errors = process.end()
+    assert "waiting up to" in errors
 
 
 def test_no_two_owners_whoever_is_killed(tmp_path: Path) -> None:

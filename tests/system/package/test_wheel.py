@@ -168,7 +168,7 @@ def test_metadata_passes_index_check_and_registers_pytest_plugin(
     assert str(message.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
     plain = {line for line in message.get_all("Requires-Dist", []) if "extra ==" not in line}
     names = {line.partition(">")[0] for line in plain}
-    assert names == {"torch", "psutil", "pyyaml", "filelock", "xxhash", "jinja2"}
+    assert names == {"torch", "psutil", "pyyaml", "xxhash", "jinja2"}
     [entry_points] = (data for name, data in wheel_files.items() if name.endswith("/entry_points.txt"))
     assert "[pytest11]\nelastic_resume = elastic_resume.testing\n" in entry_points.decode() + "\n"
 
