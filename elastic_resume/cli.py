@@ -146,11 +146,17 @@ def rehearse(arguments: Sequence[str]) -> int:
 
 def init(arguments: Sequence[str]) -> int:
     """Run ``elastic-resume init [--output FILE] [--overwrite] [flags of run] [script args…]``."""
+    from elastic_resume.checkpoint import node_dir  # noqa: PLC0415
     from elastic_resume.commands import job_file  # noqa: PLC0415
     from elastic_resume.report.formatting import write_stdout  # noqa: PLC0415
 
     path = job_file.write_file(_build_init_parser(), arguments)
     write_stdout(f"{path} is written; start the job with {PROG} run --config {path}\n")
+    if node_dir.mask_secrets(arguments) != list(arguments):
+        write_stdout(
+            f"A word of the script in {path} looks like a secret, and is there in clear: let the script read "
+            "a variable or a file, or keep the file out of git.\n"
+        )
     return constants.EXIT_SUCCESS
 
 
@@ -217,7 +223,7 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
     if arguments and arguments[0].replace("_", "-").startswith("--print-completion"):
         raise ConfigError("--print-completion writes completions for the name torchrun: call torchrun.")
 
-    is_nested = config.forget_outer_agent(os.environ)
+    is_nested = config.forget_outer_agent(os.environ) or constants.ENV_OUTER_JOB in os.environ
     path = config_file.find_path(arguments, os.environ)
     file = config_file.read_file(path, os.environ) if path else config_file.ConfigFile()
     file.set_environment(os.environ)  # before the import of torch, which reads some
@@ -232,7 +238,7 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         gc.enable()
     try:
         parser = torchelastic.build_parser()
-        args, given = config.parse_flags(parser, arguments)
+        args, given = config.parse_flags(parser, arguments, file=file)
         options.check_torchrun_values(args)
         # The scheduler's nodes belong to the job around this one.
         here = environment.read_context({} if is_nested else os.environ)

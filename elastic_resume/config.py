@@ -704,9 +704,14 @@ def parse_given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[d
 
 
 def parse_flags(
-    parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] = os.environ
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    file: ConfigFile | None = None,
 ) -> tuple[argparse.Namespace, set[str]]:
     """Parse the flags and the file of ``--config``, and read every setting of ours.
+
+    ``file`` is what was read already: a pipe can be read once, and a file may change.
 
     Returns the values, and the names of those given by flag or file; the others come from the environment or
     are defaults. Our settings are parsed, and torchrun's are as its parser returns them. ``args.run_id`` and
@@ -716,7 +721,10 @@ def parse_flags(
     """
     flags, has_script = parse_given(parser, argv)
     path = flags["config"] if "config" in flags else environ.get(constants.ENV_CONFIG) or None
-    file = ConfigFile() if path is None else config_file.read_file(path, environ)
+    if file is not None and file.path != (path or ""):
+        raise ConfigError(f"write {config_file.FLAG} in full: the file's env is read before the other flags.")
+    if file is None:
+        file = ConfigFile() if path is None else config_file.read_file(path, environ)
     entries = check_keys(file, actions_by_flag(parser))
     sources = {dest: f"--{dest.replace('_', '-')}" for dest in flags}
     words = _list_torchrun_words(parser, entries)

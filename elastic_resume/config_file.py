@@ -31,7 +31,10 @@ SWITCHES = frozenset({
     "--standalone", "--virtual-local-rank",
 })  # fmt: skip
 _DOLLAR = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\})?")
-_SECRET_NAME = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(?:(?:^|_)(?:API_?KEY|KEY|PASS|PAT)|TOKEN|SECRET|PASSWORD|PASSWD)(?:_?[0-9]+)?$", re.IGNORECASE
+)
+_ONE_VARIABLE = re.compile(r"\$\{[A-Za-z_]\w*\}")
 # A tag that YAML gives to a value, and no tag in the file that asks for an object.
 _PLAIN_TAG = re.compile(r"tag:yaml\.org,2002:[a-z]+")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -199,6 +202,8 @@ class _NodeReader:
         if node.tag.endswith(":null") or not (node.value or may_be_empty):
             raise ConfigError(f"{key.source} has no value: write one, or leave the key out.")
         raw = str(node.value)
+        if "\0" in raw:
+            raise ConfigError(f"{key.source} has a null character, which no flag or variable can have.")
         return key._replace(text=_DOLLAR.sub(lambda match: self._replace(key, match), raw), raw=raw)
 
     def read_list(self, key: Entry, node: yaml.Node) -> Iterator[Entry]:
@@ -229,7 +234,7 @@ class _NodeReader:
         if not _VARIABLE_NAME.fullmatch(name):
             raise ConfigError(f"{key.where}: {name!r} is no name of a variable: use letters, digits and _.")
         entry = self.read_text(key._replace(key=f"{ENV} {name}"), node, may_be_empty=True)
-        if _SECRET_NAME.search(name) and entry.raw == entry.text != "":
+        if _SECRET_NAME.search(name) and entry.raw and not _ONE_VARIABLE.fullmatch(entry.raw):
             raise ConfigError(
                 f"{entry.source} is a secret: keep it out of the file. Write {name}: ${{{name}}}, which "
                 "takes it from the environment."

@@ -248,6 +248,8 @@ def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], objec
         done_bytes = done
 
     def write(line: str) -> None:
+        if sys.stderr is None:  # print() would take standard output then
+            return
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
 

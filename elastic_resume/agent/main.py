@@ -36,7 +36,7 @@ from elastic_resume.agent.workers.forkserver_manager import (
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets, record_settings
 from elastic_resume.config import Settings
-from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
+from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, NodeExcludedError
 from elastic_resume.events import EventLog
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, StatusMember
 from elastic_resume.mechanisms.registry import make_agent_parts
@@ -136,6 +136,11 @@ def run_agent(
                 shutdown_controller=ShutdownController(scheduler_context, event_log),
             )
             return agent.run()
+
+
+def _commit_newest(committer: CheckpointCommitter) -> None:
+    with contextlib.suppress(MachineError):  # the committer has logged the error, and tries again at the end
+        committer.commit()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +280,8 @@ class _Agent:
                 for part in parts:
                     closing.callback(part.close)  # after this node has left: the others wait for that
                     part.start(client)
+                # Before the parts are closed, which may read checkpoints: the newest snapshot's too.
+                closing.callback(_commit_newest, committer)
                 if fork_server is not None:
                     client.begin_preparation()
                     fork_server.call_when_ready(client.finish_preparation)

@@ -233,6 +233,7 @@ class Snapshotter:
         self._barrier.close()
         self._copy_thread.close()
         self._cuda_streams.unpin_stale_slots()
+        self._views_by_slot.clear()
 
     # ---- in the training thread ------------------------------------------------------------------------
 

@@ -199,7 +199,8 @@ def read_records(descriptor: int) -> list[Result | LaunchEnd]:
     """Return all whole records of the file."""
     found: list[Result | LaunchEnd] = []
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # its own offset
-        end = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header = file.read(_LENGTH_BYTES)  # empty before the first record
+        end = len(header) + int.from_bytes(header, "little")
         while file.tell() < end:
             found.append(pickle.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little"))))  # noqa: S301
     return found

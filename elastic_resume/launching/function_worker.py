@@ -30,7 +30,14 @@ def run_function() -> None:
     launcher.is_importing_script = False
     if call.is_by_value and not call.main:
         sys.modules["__main__"] = types.ModuleType("__main__")  # as empty of files as the notebook's
-    function, args = pickle.loads(call.pickled)  # noqa: S301 - see call_memory
+    try:
+        function, args = pickle.loads(call.pickled)  # noqa: S301 - see call_memory
+    except (AttributeError, ImportError) as error:
+        sys.stderr.write(
+            f"elastic_resume: a worker does not find what launch() was called with: {error}. Define it at "
+            'the top level of its module, above if __name__ == "__main__":.\n'
+        )
+        sys.exit(2)  # which is not tried again
     try:
         value = function(*args)
     except Exception as error:  # noqa: BLE001 - printed as the interpreter does, without this frame

@@ -81,7 +81,7 @@ def launch(function: Callable[..., T], args: Sequence[Any] = (), **settings: Any
         )
     _check_arguments(function, args)
     words, variables = list_words(settings)
-    if "rdzv_id" not in settings:
+    if not settings.get("rdzv_id"):
         words += choose_run_id(function, os.environ, settings.get("config"))
     call = call_memory.encode_call(function, args)
     with contextlib.ExitStack() as stack:
@@ -91,7 +91,9 @@ def launch(function: Callable[..., T], args: Sequence[Any] = (), **settings: Any
         Path(f"/proc/self/fd/{memory[0]}").write_bytes(call)
         command = [sys.executable, "-u", "-m", AGENT_MODULE, str(os.getpid()), *words]
         command += ["-m", WORKER_MODULE, describe_function(function), *map(_describe_argument, args)]
-        environ = {**os.environ, **variables, constants.ENV_LAUNCH: ",".join(map(str, memory))}
+        environ = {**os.environ, **variables}
+        config.forget_outer_agent(environ)  # of a worker that calls this
+        environ[constants.ENV_LAUNCH] = ",".join(map(str, memory))
         exit_code = run_agent(command, environ, memory)
         return read_results(call_memory.read_records(memory[1]), exit_code)
 

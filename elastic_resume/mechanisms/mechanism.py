@@ -1,8 +1,9 @@
 """Define what a mechanism may add to workers, agents, leader and descriptions, and how its values travel.
 
-A *mechanism* is optional: training, restart and resume work without it. Its package holds all of it: what it
-measures in the workers, what the leader judges, what the agents do, and how people read of it. The rest of
-elastic_resume knows it by its entry in `mechanisms.registry` alone.
+A *mechanism* is optional: training, restart and resume work without it. Its package holds what it measures in
+the workers, what the leader judges, what the agents do, and how people read of it. The rest of elastic_resume
+knows it by its entry in `mechanisms.registry`. Kinds of failures are the core's words: a hang, a broken GPU
+and ranks that differ are told apart in `policy/` and `events.py` too.
 """
 
 from __future__ import annotations

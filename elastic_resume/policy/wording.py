@@ -153,7 +153,11 @@ def _describe_wait(fact: Any) -> str:
             nodes = format_node_names(missing, count)
             return f"generation {generation} may still run elsewhere: {here}; waiting for {nodes}"
         case reasons.CandidatesMissing(votes, needed, absent):
-            return f"{votes} of the {needed} required votes are here; not here: {_list_candidates(absent)}"
+            here = f"{votes} of the {needed} required votes are here"
+            return (
+                f"{here} (a first start needs more than half of --rdzv-endpoint); not here: "
+                f"{_list_candidates(absent)}"
+            )
         case reasons.MembersAbsent(nodes, count):
             return f"waiting for {format_node_names(nodes, count)}, which may be looking for this leader"
         case reasons.LastCall(joined, max_nodes, timeout_s):

@@ -11,7 +11,7 @@ bits. Each side asks the kernel whether the other runs as the same user. One con
     commit             snapshot_id             {"path"} or {"error"}, after the commit
     start_generation   trusted_version keep    none; the generation's `RetentionPolicy`
     request_commit     snapshot_id             none
-    compare            snapshot_id generation  none; compare the snapshot in that generation
+    offer              snapshot_id generation  none; mechanisms of the agent may read the snapshot
 
 `SlotClient` reserves, maps, fills and reads slots for one local rank. Mapping and populating a large slot
 takes a moment, so a thread does it, and `SlotClient.list_writable` returns only slots that are ready.
@@ -369,8 +369,10 @@ class SlotClient:
             self._client.send("request_commit", snapshot_id=snapshot_id)
 
     def close(self) -> None:
-        """Close the connection; mapped slots stay mapped."""
+        """Close the connection, and unmap the slots that nobody else uses: each mapping has a descriptor."""
         self._client.close()
+        self._slots.clear()
+        self._populated.clear()
 
     # ---- inside ----------------------------------------------------------------------------------------
 

@@ -170,7 +170,11 @@ class Generation:
             context.run_on_all_ranks(lambda: None)
             self._cleanup = cleanup.pop_all()
         self._cleanup.callback(self.drain_request.restore_handler)
-        self._begin(result, wrappers)
+        try:
+            self._begin(result, wrappers)
+        except BaseException:
+            self._cleanup.close()
+            raise
 
     def _begin(self, result: ResumeResult, wrappers: Collection[DistributedDataParallel]) -> None:
         """Prepare the checks of the first steps, and report the start."""

@@ -274,3 +274,31 @@ def test_interrupt_of_terminal_reaches_job_once(tmp_path: Path) -> None:
     assert caller.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in errors
     assert "is saved in" in errors
+
+
+@pytest.mark.soak
+def test_worker_may_launch_a_job_of_its_own(tmp_path: Path) -> None:
+    """As an evaluation. Its name is that of the job and the rank around it."""
+    (tmp_path / "script.py").write_text(
+        "import os, elastic_resume as er\n"
+        "def answer(): return os.environ['ELASTIC_RESUME_RUN_ID']\n"
+        "if __name__ == '__main__': print('said', er.launch(answer))\n"
+    )
+    command = [sys.executable, "-m", "elastic_resume", "run", "--rdzv-id", "outer", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=250)
+    assert "said {0: 'outer-r0-" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+def test_function_below_the_guard_is_told(tmp_path: Path) -> None:
+    """No worker finds it, and none tries again."""
+    (tmp_path / "script.py").write_text(
+        "import elastic_resume as er\n"
+        "if __name__ == '__main__':\n"
+        "    def late(): pass\n"
+        "    er.launch(late, rdzv_id='late')\n"
+    )
+    with start(tmp_path, tmp_path / "script.py") as caller:
+        _, errors = caller.communicate(timeout=250)
+    assert "LaunchError" in errors
+    assert errors.count("Define it at the top level of its module") == 1

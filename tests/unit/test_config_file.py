@@ -217,6 +217,10 @@ WRONG: list[tuple[str | bytes, str]] = [
     ),
     ("rdzv-endpoint: 'a:b:c:d'\n", "job.yaml:1: rdzv-endpoint: 'a:b:c:d' is neither a host name nor"),
     ("rdzv-endpoint: [a, 'b:x']\n", "job.yaml:1: rdzv-endpoint: 'b:x' has no valid port after the colon"),
+    ('env: {MY_TOKEN: "pa$$word"}\n', "job.yaml:1: env MY_TOKEN is a secret: keep it out of the file"),
+    ("env: {PGPASSWORD: abc}\n", "job.yaml:1: env PGPASSWORD is a secret: keep it out of the file"),
+    ("env: {HF_TOKEN_2: abc}\n", "job.yaml:1: env HF_TOKEN_2 is a secret: keep it out of the file"),
+    ('script-args: ["a\\0b"]\n', "job.yaml:1: script-args has a null character"),
     ("script-args: --epochs 3\n", "job.yaml:1: script-args must be a list: write [--epochs, 3]"),
     ("script: [a.py]\n", "job.yaml:1: script is a sequence: write one value."),
     ("script: nowhere.py\n", "job.yaml:1: there is no training script 'nowhere.py' in "),
@@ -230,7 +234,7 @@ WRONG: list[tuple[str | bytes, str]] = [
 # The file says something else than a start would need, but nothing that a schema could see.
 BEYOND_SCHEMA = re.compile(
     r"twice|names no script|nnodes is|tee is|no training script|not YAML|UTF-8|MiB|secret|the variable"
-    r"|has the tag|plain name|without a name|ckpt-dir is ''|at the top|is no setting|is 'two'"
+    r"|has the tag|plain name|without a name|ckpt-dir is ''|at the top|is no setting|is 'two'|null character"
     r"|a host name|valid port"
 )
 
@@ -256,6 +260,33 @@ def test_wrong_file_is_named_with_line_and_remedy(
     if isinstance(text, str) and "!!" not in text and not BEYOND_SCHEMA.search(message):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(load(text), SCHEMA)
+
+
+def test_file_from_a_pipe_is_read_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As by ``--config <(sops -d job.yaml)``."""
+    Path("train.py").touch()
+    reading, writing = os.pipe()
+    os.write(writing, b"script: train.py\nkeep: 9\n")
+    os.close(writing)
+    try:
+        words = ["run", "--show-config", "--config", f"/proc/self/fd/{reading}"]
+        assert cli.main(words) == constants.EXIT_SUCCESS
+    finally:
+        os.close(reading)
+    assert re.search(r"^keep: 9 ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_abbreviated_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Variables of the file would be set too late."""
+    write("script: train.py\n")
+    assert cli.main(["run", "--conf", "job.yaml"]) == constants.EXIT_USAGE
+    assert "write --config in full" in capsys.readouterr().err
+
+
+def test_init_names_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is for git."""
+    assert cli.main(["init", "train.py", "--api-key", "abc"]) == constants.EXIT_SUCCESS
+    assert "looks like a secret, and is there in clear" in capsys.readouterr().out
 
 
 def test_there_are_thirty_wrong_files() -> None:

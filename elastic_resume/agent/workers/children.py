@@ -21,6 +21,7 @@ LEFTOVERS_GRACE_S = 0.1
 LEFTOVERS_TERM_S = 1.0  # between SIGTERM and SIGKILL for what a successful worker has left
 # SIGKILL does not end a process in uninterruptible sleep, and torchelastic must not wait for one.
 KILL_TIMEOUT_S = 5.0
+MAX_LINE_BYTES = 4096  # a pipe that takes anything takes so much
 
 
 def kill(pid: int) -> None:
@@ -97,7 +98,8 @@ def _wait_for_end(limit_s: float, is_urgent: "Callable[[], bool]", number: int =
             for pid in set(pids) - signalled:
                 send_signal(pid, number)
             signalled.update(pids)
-        time.sleep(0.05 if limit_s > KILL_TIMEOUT_S else 0.002)
+        # What a restart waits for is looked at often. Without CONFIG_PROC_CHILDREN a look reads all of /proc.
+        time.sleep(0.002 if number == signal.SIGKILL or limit_s <= LEFTOVERS_GRACE_S else 0.05)
 
 
 def _has_message(connection: "_socket.socket | None") -> bool:
@@ -128,9 +130,15 @@ def write_names(pids: "list[int]", grace_s: float) -> None:
 
 
 def write_line(text: str) -> None:
-    """Print a sentence about this rank."""
+    """Print a sentence about this rank, unless its stderr is closed, broken or full: a kill waits for it."""
     line = f"elastic_resume: rank {os.environ.get('RANK', '?')}: {text}.\n"
-    os.write(2, line.encode(errors="replace"))
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    try:
+        if poll.poll(0):
+            os.write(2, line.encode(errors="replace")[:MAX_LINE_BYTES])
+    except OSError:
+        pass
 
 
 def list_all() -> "list[int]":

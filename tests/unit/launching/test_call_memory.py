@@ -132,6 +132,11 @@ def test_records_of_many_writers_are_whole_and_torn_one_is_written_over(memory: 
     assert last == LaunchEnd(0)
 
 
+def test_agent_that_was_killed_early_leaves_no_record(memory: int) -> None:
+    """It may end before anybody has written."""
+    assert call_memory.read_records(memory) == []
+
+
 def test_partial_and_class_of_module_go_by_name() -> None:
     """What a caller passes in place of keyword arguments."""
     function = functools.partial(os.path.join, "a")
