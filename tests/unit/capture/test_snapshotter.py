@@ -376,6 +376,30 @@ def test_replaced_slots_are_unpinned(begin: Callable[..., Run], monkeypatch: pyt
     assert not cuda.registered
 
 
+def test_closed_generation_keeps_no_memory_file(begin: Callable[..., Run]) -> None:
+    """A process that survives hundreds of failures would have as many, until the collector runs."""
+
+    def count() -> int:
+        names = (path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+        return sum(name.startswith("memfd:elastic_resume-slot") for name in names)
+
+    before = count()
+    gc.disable()
+    try:
+        objects = linear()
+        run = begin(**objects)
+        ddp = run.ddp(objects["model"])
+        for _ in range(4):
+            step({**objects, "model": ddp})
+            run.step()
+        assert count() > before
+        run._release()
+        del run
+        assert count() == before
+    finally:
+        gc.enable()
+
+
 def test_slots_replaced_by_larger_ones_free_their_memory(begin: Callable[..., Run]) -> None:
     """No process keeps the old slots mapped."""
 
