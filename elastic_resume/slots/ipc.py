@@ -371,8 +371,8 @@ class SlotClient:
     def close(self) -> None:
         """Close the connection, and unmap the slots that nobody else uses: each mapping has a descriptor."""
         self._client.close()
-        self._slots.clear()
-        self._populated.clear()
+        with self._lock:
+            self._slots.clear()
 
     # ---- inside ----------------------------------------------------------------------------------------
 

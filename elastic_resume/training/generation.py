@@ -168,13 +168,10 @@ class Generation:
             self.replay = self._begin_replay()
             # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
             context.run_on_all_ranks(lambda: None)
-            self._cleanup = cleanup.pop_all()
-        self._cleanup.callback(self.drain_request.restore_handler)
-        try:
+            cleanup.callback(self.drain_request.restore_handler)
+            self._cleanup = cleanup
             self._begin(result, wrappers)
-        except BaseException:
-            self._cleanup.close()
-            raise
+            self._cleanup = cleanup.pop_all()
 
     def _begin(self, result: ResumeResult, wrappers: Collection[DistributedDataParallel]) -> None:
         """Prepare the checks of the first steps, and report the start."""
