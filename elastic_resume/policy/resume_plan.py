@@ -132,6 +132,12 @@ class ResumePlan:
         return source.tier if source else ""
 
     @property
+    def owner_node(self) -> str:
+        """Return the node that saved the state: the source may read another's directory."""
+        source = self.saved_state_for(self.source_node)
+        return source.owner_node if source else self.source_node
+
+    @property
     def nbytes(self) -> int:
         """Return the size in bytes of the state that every rank loads."""
         source = self.saved_state_for(self.source_node)

@@ -125,7 +125,7 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         tier = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
         sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""
         state = (
-            f"resumed at {_format_place(position)} from {plan.source_node}'s {tier} "
+            f"resumed at {_format_place(position)} from {plan.owner_node}'s {tier} "
             f"of generation {plan.source_generation}{sent}"
         )
     lost = "" if plan.kind == "cold" else "; no step lost"

@@ -472,7 +472,7 @@ class Run:
 
             @run.on_resume
             def report(run):
-                print(f"continuing at step {run.position.step}, saved by {run.plan.source_node}")
+                print(f"continuing at step {run.position.step}, saved by {run.plan.owner_node}")
 
         Hooks run on every rank, in the order of registration, before the first epoch, step or save. A hook
         that is registered later runs at once. If a hook raises, the exception reaches the script, and the

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.policy.resume_plan import ResumePlan
+from elastic_resume.policy.resume_plan import ResumePlan, SavedState
 from elastic_resume.training import announce
 
 
@@ -41,6 +41,15 @@ def test_who_waits_for_a_verdict_is_told_that_there_is_none_now() -> None:
     result = cast("Any", SimpleNamespace(plan=plan, nodes=("n0", "n1"), duration_s=0.0))
     line = announce.format_start(result, Position(0, 18, 18, 144), world_size=2)
     assert "no step lost; n0 alone holds this step, so a later resume will be proved (--prove); 2" in line
+
+
+def test_start_names_the_node_that_has_saved_the_state() -> None:
+    """Another one may read its directory."""
+    state = SavedState("n1", 2, 18, 0)
+    plan = ResumePlan("resumed", generation=3, step=18, source_node="new", holders=(("new", state),))
+    result = cast("Any", SimpleNamespace(plan=plan, nodes=("new",), duration_s=0.0))
+    line = announce.format_start(result, Position(0, 18, 18, 144), world_size=1)
+    assert "from n1's checkpoint of generation" in line
 
 
 @pytest.mark.parametrize(
