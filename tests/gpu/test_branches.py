@@ -256,7 +256,7 @@ def test_gpu_of_model_is_found_and_given_to_ddp(
 
     monkeypatch.setattr(ddp, "DistributedDataParallel", wrap)
     monkeypatch.setattr(run._generation.bucket_order, "prepare", lambda *_: None)
-    monkeypatch.setattr(run, "_observers", [])
+    monkeypatch.setattr(run._generation, "_observers", [])
     run.ddp(objects["model"])
     assert given == [{"init_sync": False, "device_ids": [0]}]
 

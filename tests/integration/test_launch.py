@@ -131,6 +131,7 @@ def test_notebook_function_survives_kill_and_returns_exact_results(tmp_path: Pat
     assert "ConfigError: launch() cannot find the name of this notebook" in unnamed
 
 
+@pytest.mark.soak
 def test_first_block_of_readme_runs_in_notebook(tmp_path: Path) -> None:
     """With its own DistributedDataParallel, loader and sampler."""
     _, output = run_notebook(tmp_path, "import elastic_resume as er", read_readme())

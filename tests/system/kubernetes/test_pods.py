@@ -216,6 +216,7 @@ def test_job_loses_no_step_by_late_dns_deleted_pods_and_a_lost_node(tmp_path: Pa
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_one_file_starts_the_readmes_job(tmp_path: Path) -> None:
     """The container's only words are --config and the file."""
     why = virtual_network.unavailable_reason()
