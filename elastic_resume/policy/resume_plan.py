@@ -133,7 +133,7 @@ class ResumePlan:
 
     @property
     def owner_node(self) -> str:
-        """Return the node that saved the state: the source may read another's directory."""
+        """Return the node that saved the state. The source may read the directory of another."""
         source = self.saved_state_for(self.source_node)
         return source.owner_node if source else self.source_node
 
