@@ -78,6 +78,9 @@ def run_ranks(
         started = [start_rank(*each, words) for each in zip(outputs, environs, strict=True)]
         try:
             codes = [process.wait(timeout_s) for process in started]
+        except subprocess.TimeoutExpired as error:
+            stacks = [output.with_suffix(".err").read_text() for output in outputs]
+            raise AssertionError(f"{error}\n" + "\n".join(stacks)) from error
         finally:
             for process in started:
                 process.kill()
