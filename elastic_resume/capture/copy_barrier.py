@@ -20,10 +20,6 @@ from elastic_resume.errors import UsageError
 from elastic_resume.state.state_dict import EMA_NAME, make_name_canonicalizer
 
 
-def _do_nothing() -> None:
-    pass
-
-
 class CopyBarrier:
     """Calls a function before each step of some optimizers."""
 
@@ -42,7 +38,7 @@ class CopyBarrier:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._wait_for_copy = _do_nothing  # else a cycle keeps the mapped slots of an earlier generation
+        self._wait_for_copy = lambda: None  # else a cycle keeps the mapped slots of an earlier generation
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs

@@ -160,7 +160,8 @@ class OwnerLease:
         owner = self._read()
         if owner is not None and not self._is_dead(owner):
             return False
-        record = {"token": self._token, "pid": os.getpid(), **_describe_process(os.getpid())}
+        pid = os.getpid()
+        record = {"token": self._token, "pid": pid, "start": _read_start(pid), "machine": _describe_machine()}
         temporary = self._path.with_name(atomic_io.temporary_name(self._path.name))
         temporary.write_text(json.dumps(record))
         if self._read() != owner:
@@ -197,9 +198,7 @@ class OwnerLease:
                 self._path.unlink()
 
     def _renew(self) -> float:
-        with contextlib.suppress(
-            OSError
-        ):  # nobody else can write there meanwhile either, or `check` finds out
+        with contextlib.suppress(OSError):  # then renames fail too, and the next time `check` finds the owner
             self.check()
             os.utime(self._path)
         return HEARTBEAT_S
@@ -220,9 +219,8 @@ class OwnerLease:
         """Return whether the owner has ended for certain, or has been silent for `LEASE_S`."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = json.loads(owner[0])
-            ours = _describe_process(os.getpid())
-            if all(record[name] == ours[name] for name in ("boot", "namespace")):
-                self.is_owner_alive = _describe_process(record["pid"])["start"] == record["start"]
+            if record["machine"] == _describe_machine() != "":
+                self.is_owner_alive = not _has_ended(int(record["pid"]), record["start"])
                 return not self.is_owner_alive
         if self._seen is None or self._seen[0] != owner:
             self.is_owner_alive = self._seen is not None
@@ -230,14 +228,33 @@ class OwnerLease:
         return time.monotonic() - self._seen[1] >= LEASE_S
 
 
-def _describe_process(pid: int) -> dict[str, str]:
-    """Return boot and PID namespace of this machine, and a process's start; empty texts if unknown."""
-    found = dict.fromkeys(("boot", "namespace", "start"), "")
-    with contextlib.suppress(OSError):
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        found["namespace"] = os.readlink("/proc/self/ns/pid")  # noqa: PTH115  it is no path
-        found["start"] = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-    return found
+def _describe_machine() -> str:
+    """Return what processes that see each other's numbers have in common; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115  it is no path
+    except OSError:
+        return ""
+
+
+def _read_start(pid: int) -> str:
+    """Return when a process of this machine started, in ticks since boot; empty if that cannot be seen."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _has_ended(pid: int, start: str) -> bool:
+    """Return whether a process of this machine has ended for certain; another may have its number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, which /proc may hide
+        return False
+    found = _read_start(pid)
+    return bool(found and start) and found != start
 
 
 def _acquire_lease(directory: Path, problem: str, deadline: float) -> OwnerLease | None:

@@ -250,9 +250,10 @@ class CheckpointCommitter:
                 self.slot_pool.control_block.set("commit_us", int(result.seconds * 1e6))
                 self.slot_pool.control_block.set("commit_cpu_us", int(result.cpu_s * 1e6))
             self._handle_success(step)
-            self._release_slot(state)
+            self._release_slot(state)  # first: the checkpoint counts, whatever its readers do
             for offer in self.checkpoint_readers:
                 offer(path)
+            return path
         self._release_slot(state)
         return path
 

@@ -383,7 +383,9 @@ STAND_IN = """#!/bin/bash
 case "$(basename "$0") $1" in
   "srun --overlap") ;;
   "srun "*) exit "$SRUN_EXIT" ;;
-  "scontrol requeue") exit "$REQUEUE_EXIT" ;;
+  # Slurm ends the batch script of a job that it requeues.
+  "scontrol requeue") [[ $REQUEUE_EXIT -ne 0 ]] || kill -TERM "$PPID"; exit "$REQUEUE_EXIT" ;;
+  "scontrol update") [[ ! -v UPDATE_FAILS_ONCE || -e $CALLS/failed ]] || { touch "$CALLS/failed"; exit 1; } ;;
   "scontrol show") echo "JobId=1 JobName=j $SHOWN" ;;
   "sinfo "*) printf '%s\n' $PARTITION ;;
 esac
@@ -527,6 +529,7 @@ OTHERS = "PARTITION"
         ({"n2": 9}, {"EXCLUDE_MINUTES": "5"}, [""]),
         ({"n2": 1}, {"SHOWN": "JobState=RUNNING ExcNodeList=n[8-9] PreemptTime=None"}, ["n[8-9],n2"]),
         ({"n2": 1}, {"SHOWN": "JobState=RUNNING ExcNodeList=(null) PreemptTime=None"}, ["n2"]),
+        ({"n2": 1}, {"UPDATE_FAILS_ONCE": "1"}, ["n2", "n2"]),
         ({"n2": 1}, {OTHERS: "n1 n2 n3"}, [""]),  # three nodes that the job needs
         ({"n2": 1}, {OTHERS: "n1 n2 n3 n4"}, ["n2"]),
     ],

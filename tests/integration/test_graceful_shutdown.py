@@ -65,6 +65,26 @@ for _ in run.epochs(1):
 run.close()
 """
 
+# An agent with one part more, which reads checkpoints as an archive would.
+READING_AGENT = """
+import sys
+from elastic_resume import cli
+from elastic_resume.agent import main as agent
+from elastic_resume.mechanisms.mechanism import AgentPart
+
+class Reader(AgentPart):
+    def __init__(self, context):
+        context.committer.checkpoint_readers.append(lambda path: print("reads", path.name, flush=True))
+
+    def close(self):
+        print("closed", flush=True)
+
+make = agent.make_agent_parts
+agent.make_agent_parts = lambda context: {**make(context), Reader(context): None}
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+
 
 def start(agents: Agents, *flags: str) -> Agent:
     """Start a job that saves only when it must, and wait until it has trained some steps."""
@@ -91,6 +111,22 @@ def test_drain_commits_last_finished_step(agents: Agents, number: signal.Signals
     end = f"elastic_resume[a] stopped by {number.name}; step {newest} is saved in {copy.path.parent}."
     assert agents.log().splitlines()[-1] == end
     assert "Traceback" not in agents.log()
+
+
+def test_readers_of_checkpoints_get_the_last_one(agents: Agents) -> None:
+    """It is committed after the node has left; nothing else may hold its step."""
+    program = agents.directory / "agent.py"
+    program.write_text(READING_AGENT)
+    agents.command = [sys.executable, str(program), "run"]
+    agent = start(agents, "--grace=30")
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(60) == 128 + signal.SIGTERM
+    (copy,) = Catalog(agents.directory / "checkpoints" / "train" / "a", "train").list_valid()
+    lines = agents.log().splitlines()
+    assert [line for line in lines if line.startswith(("reads", "closed"))] == [
+        f"reads {copy.path.name}",
+        "closed",
+    ]
 
 
 def test_drain_kills_worker_after_grace(agents: Agents) -> None:

@@ -303,7 +303,6 @@ if "SLURM_RESTART_COUNT" not in os.environ:
 """
 
 
-@pytest.mark.soak  # the requeue may end the batch script before it has named the node: once in four runs
 def test_requeued_job_does_not_get_the_node_that_it_excluded(slurm: SlurmCluster) -> None:
     """Two of three nodes: one has a broken GPU, and the job cannot go on without another."""
     (slurm.directory / "sick.py").write_text(SICK)

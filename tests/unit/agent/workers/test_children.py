@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -124,6 +125,35 @@ def test_message_of_the_shim_ends_the_wait(grace_s: str, tmp_path: Path) -> None
         ours.sendall(b"signal 15\n")
         assert parent.wait(60) == 0
     assert not is_alive(wait_for_pid(tmp_path / "left"))
+
+
+@pytest.mark.parametrize("stderr", ["closed", "broken", "full"])
+def test_stderr_that_takes_nothing_delays_no_end(stderr: str, tmp_path: Path) -> None:
+    """As after ``2>&1 | head``, or Ctrl-S in a terminal. The job has succeeded."""
+    words = [str(tmp_path / "left"), "0.3", "0.3", "", "-1", FOREVER]
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while stderr == "full":
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    if stderr != "full":
+        os.close(reading)
+    closes = "import os; os.close(2)\n" if stderr == "closed" else ""
+    done = subprocess.run(
+        [sys.executable, "-c", closes + PARENT, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=writing,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stdout) == (0, "0\n")
+    assert not is_alive(wait_for_pid(tmp_path / "left"))
+    if stderr == "full":
+        os.close(reading)
 
 
 def test_closed_connection_brings_no_message() -> None:
