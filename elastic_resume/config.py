@@ -29,7 +29,7 @@ from elastic_resume.config_file import ConfigFile, Entry
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
 from elastic_resume.option import Option
-from elastic_resume.policy import proof
+from elastic_resume.policy import going_back, proof
 from elastic_resume.policy.checkpoint_interval import AUTO, IntervalSetting
 from elastic_resume.schedulers import environment
 from elastic_resume.units import parse_duration, parse_size
@@ -121,6 +121,17 @@ def parse_keep(setting: str, value: object) -> int:
             f"leaves nothing to resume from. Write {MIN_KEEP} or more."
         )
     return int(text)
+
+
+def parse_resume_from(setting: str, value: object) -> str:
+    """Parse the state to which a job goes back; see `going_back.parse_request`."""
+    request = None if isinstance(value, bool) else going_back.parse_request(str(value))
+    if request is None:
+        raise ConfigError(
+            f"{setting} is {str(value)[:100]!r}: write a step (500), the name of a milestone (best), latest, "
+            "or a checkpoint's name (g4-s500)."
+        )
+    return request
 
 
 def parse_snapshot_memory(setting: str, value: object) -> int | None:
@@ -264,6 +275,16 @@ OPTIONS = (
         "auto",
         has_flag=True,
         details="must: end with an error if there is none; never: start fresh",
+    ),
+    Option(
+        "resume-from",
+        "STATE",
+        "go back once to a step, a milestone's name, latest or a checkpoint's name",
+        parse_resume_from,
+        has_flag=True,
+        details="newer states stay on disk, in quarantine, and never win again; the same command goes on "
+        "from there",
+        default_help="the newest state",
     ),
     Option(
         "prove",
@@ -493,11 +514,14 @@ class Settings:
     check_replicas: IntervalSetting = AUTO  # steps or auto, not time: all nodes compare the same step
     transfer_addr: str | None = None  # where other nodes take the state from this one; None: auto
     prove: str = proof.FIRST
+    resume_from: str | None = None  # the state to which the job goes back; None: no request
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables from which `for_worker` reads the same settings."""
         return {
-            constants.ENV_PREFIX + name.upper(): "auto" if value is None else str(value)
+            constants.ENV_PREFIX + name.upper(): _NONE_TEXTS.get(name, "auto")
+            if value is None
+            else str(value)
             for name, value in vars(self).items()
         }
 
@@ -557,10 +581,15 @@ class Settings:
             name = "-".join(filter(None, [environ.get(constants.ENV_OUTER_JOB), Path(script).stem]))
             run_id = fallback_run_id or environment.sanitize_name(name, "job")
             values["run_id"] = validate_directory_name("--rdzv-id", run_id)
+        if values["resume"] == "never" and values["resume_from"] is not None:
+            raise ConfigError(
+                "--resume never starts fresh, and --resume-from goes back to a saved state: give one of them."
+            )
         values["node_name"] = values["node_name"] or environment.read_context(environ).name
         return cls(**values)
 
 
+_NONE_TEXTS = {"resume_from": ""}  # what None is as a variable, where it is not "auto"
 _FIELDS = tuple(field.name for field in fields(Settings))
 
 

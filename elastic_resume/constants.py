@@ -80,6 +80,7 @@ HANGS_DIR = "hangs"  # one file per hang: the stacks of all ranks of the node
 TEMPORARY_PREFIX = ".tmp-"  # a checkpoint being written; never read, removed by the next owner
 STATE_FILE = "state.safetensors"
 MANIFEST_FILE = "manifest.json"
+MILESTONES_FILE = "milestones.json"  # beside a manifest: the names that keep its checkpoint
 
 SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # names that become directories and shell words
 

@@ -19,10 +19,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason
+from elastic_resume.checkpoint.catalog import (
+    Catalog,
+    CatalogEntry,
+    choose_milestones,
+    read_quarantine_reason,
+)
 from elastic_resume.checkpoint.reader import map_image, parse_checkpoint_name, quick_check
 from elastic_resume.console import show_progress
 from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
+from elastic_resume.milestone import Milestone
 from elastic_resume.report.formatting import (
     format_bytes,
     format_count,
@@ -32,7 +38,7 @@ from elastic_resume.report.formatting import (
 )
 
 VALID, BAD, QUARANTINED = "valid", "bad", "quarantined"
-_COLUMNS = ("node", "gen", "step", "world", "size", "age", "valid")
+_COLUMNS = ("node", "gen", "step", "world", "size", "age", "milestone", "valid")
 _NODE_DIR_FILES = (
     constants.EVENTS_FILE,
     constants.GENERATION_FILE,
@@ -184,6 +190,7 @@ class CheckpointEntry:
     world_size: int | None = None
     bytes: int | None = None
     written_at: float | None = None
+    milestones: tuple[Milestone, ...] = ()
 
 
 def list_checkpoints(found: FoundPath, *, deep: bool = False) -> Iterator[CheckpointEntry]:
@@ -208,7 +215,7 @@ def format_checkpoints(found: FoundPath, now: float) -> str:
     for run in runs:
         rows = [_table_row(entry, now) for entry in entries if entry.run_id == run]
         lines += ["", f"run {run}"] if len(runs) > 1 or found.level == "root" else []
-        lines += format_table(_COLUMNS, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=6)
+        lines += format_table(_COLUMNS, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=7)
         shown = "\n".join(lines)
         for entry in entries:
             if entry.run_id == run and entry.state == BAD and entry.reason not in shown:
@@ -234,9 +241,12 @@ def _list_node(node_dir: FoundNodeDir, deep: bool) -> Iterator[CheckpointEntry]:
     catalog = Catalog(node_dir.path, node_dir.run_id)
     reading = node_dir.path
     try:
-        for entry in catalog.list_entries():
+        entries = catalog.list_entries()
+        milestones = choose_milestones(entries)
+        for entry in entries:
             checked = _check(entry, node_dir.run_id, deep=True) if deep and entry.error is None else entry
-            yield _make_entry(checked, run_id, node_dir.node)
+            found = _make_entry(checked, run_id, node_dir.node)
+            yield replace(found, milestones=milestones.get(entry.path, ()))
         reading = node_dir.path / constants.QUARANTINE_DIR
         quarantined = catalog.list_quarantined()
     except (ElasticResumeError, OSError) as error:
@@ -302,8 +312,13 @@ def _table_row(entry: CheckpointEntry, now: float) -> tuple[str, ...]:
         *("-" if figure is None else str(figure) for figure in figures),
         format_bytes(entry.bytes),
         format_seconds(age_s),
+        ", ".join(map(_format_milestone, entry.milestones)) or "-",
         state[entry.state],
     )
+
+
+def _format_milestone(milestone: Milestone) -> str:
+    return milestone.name if milestone.metric is None else f"{milestone.name} {milestone.metric:.6g}"
 
 
 def _directory_bytes(path: Path) -> int | None:

@@ -270,12 +270,14 @@ def measure_downtimes(
 
 
 def _last_kept_steps(history: RunHistory) -> list[int]:
-    """Return, for each generation, the last of its steps that no later generation ran again."""
+    """Return, for each generation, the last of its steps that a failure did not lose."""
     limit = 1 << 62
     kept = []
     for row in reversed(history.generations):
         kept.append(min(limit, row.last_step if row.last_step is not None else 0))
-        if row.start_step is not None:
+        if row.resume_from and row.start_step is not None:  # what came before was not lost, but given up
+            limit = row.start_step + row.given_up_steps
+        elif row.start_step is not None:
             limit = min(limit, row.start_step)
     return kept[::-1]
 

@@ -27,8 +27,9 @@ from elastic_resume.data.dataset_digest import digest_dataset
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
-from elastic_resume.errors import ElasticResumeError
+from elastic_resume.errors import ElasticResumeError, MachineError
 from elastic_resume.mechanisms.registry import make_step_observers
+from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
@@ -197,10 +198,29 @@ class Generation:
             self._cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
         self.heartbeat.start_generation(self.number, position.step)
+        self._leave_abandoned_history(result)
         announce.start_worker(context, self.number, position.step, self.tracked)
         self.random_numbers.start_at(position.step)
         if self.rank == 0:
             announce.log_start(result, context, position, world_change=self.progress.world_change)
+
+    def _leave_abandoned_history(self, result: ResumeResult) -> None:
+        """Let the history win to which the job goes back, and move what is newer aside on each node.
+
+        The state is committed at once, under this generation: whatever dies from then on, no older generation
+        has a newer one, and the request counts as done. A kill before that repeats it.
+        """
+        context, committed = self.context, True
+        failpoints.hit("going-back.before-commit")
+        if self.plan.goes_back and (context.is_local_leader or self.snapshot_scheduler.is_sharded):
+            # The position as it was loaded: the script's work after an epoch's last step may be still to do.
+            with self.heartbeat.busy():
+                path = self.snapshot_scheduler.commit(self.progress.position, of_this_generation=True)
+            committed = path is not None
+        failpoints.hit("going-back.after-commit")
+        context.run_on_all_ranks(
+            lambda: coordinator.move_abandoned_aside(context, result) if committed else None
+        )
 
     @property
     def number(self) -> int:
@@ -279,8 +299,8 @@ class Generation:
 
     # ---- saving --------------------------------------------------------------------------------------
 
-    def save(self) -> Path | None:
-        """Commit the state now: see `Run.save`."""
+    def save(self, milestone: Milestone | None = None) -> Path | None:
+        """Commit the state now, as a milestone if one is given: see `Run.save`."""
         if not (self.context.is_local_leader or self.snapshot_scheduler.is_sharded):
             return None
         if self.replay is not None:  # a newer state is saved, and this one may prove wrong
@@ -288,7 +308,24 @@ class Generation:
         position, is_epoch_over = self.progress.position_to_resume_from()
         self.snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
         with self.heartbeat.busy():
-            return self.snapshot_scheduler.commit(position, is_epoch_over=is_epoch_over)
+            path = self.snapshot_scheduler.commit(
+                position, is_epoch_over=is_epoch_over, of_this_generation=milestone is not None
+            )
+            if milestone is not None and path is not None:
+                self._add_milestone(path, milestone)
+            return path
+
+    def _add_milestone(self, path: Path, milestone: Milestone) -> None:
+        failpoints.hit("milestone.committed")
+        try:
+            self.context.catalog.add_milestone(path, milestone)
+        except MachineError as error:
+            logger.warning(
+                f"node {self.context.node}: {path.name} is saved, and is no milestone "
+                f"{milestone.name!r}: {error} It goes when --keep newer ones exist."
+            )
+            return
+        self.emit("milestone", name=milestone.name, metric=milestone.metric, path=str(path))
 
     def end_replay(self) -> None:
         """End the proof of a resume where the script ends."""

@@ -253,7 +253,7 @@ def test_unreadable_and_foreign_checkpoints_are_not_damaged(
     save_checkpoint(tmp_path, 1, 1)
     assert [entry.is_damaged for entry in Catalog(tmp_path, "other").list_entries()] == [False]
     newer = save_checkpoint(tmp_path, 1, 2) / constants.MANIFEST_FILE
-    newer.write_text('{"kind":"elastic_resume checkpoint","format":3}')
+    newer.write_text('{"kind":"elastic_resume checkpoint","format":99}')
     (save_checkpoint(tmp_path, 1, 3) / constants.STATE_FILE).unlink()
     (save_checkpoint(tmp_path, 1, 4) / constants.MANIFEST_FILE).write_text("rubbish")
     damaged = {entry.step: entry.is_damaged for entry in Catalog(tmp_path, RUN).list_entries()}
