@@ -123,17 +123,6 @@ def parse_keep(setting: str, value: object) -> int:
     return int(text)
 
 
-def parse_resume_from(setting: str, value: object) -> str:
-    """Parse the state to which a job goes back; see `going_back.parse_request`."""
-    request = None if isinstance(value, bool) else going_back.parse_request(str(value))
-    if request is None:
-        raise ConfigError(
-            f"{setting} is {str(value)[:100]!r}: write a step (500), the name of a milestone (best), latest, "
-            "or a checkpoint's name (g4-s500)."
-        )
-    return request
-
-
 def parse_snapshot_memory(setting: str, value: object) -> int | None:
     """Parse the bytes of a node's memory for snapshots. ``auto`` is None, ``off`` is 0."""
     text = str(value).strip()
@@ -280,7 +269,7 @@ OPTIONS = (
         "resume-from",
         "STATE",
         "go back once to a step, a milestone's name, latest or a checkpoint's name",
-        parse_resume_from,
+        going_back.parse_setting,
         has_flag=True,
         details="newer states stay on disk, in quarantine, and never win again; the same command goes on "
         "from there",

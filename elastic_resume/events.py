@@ -66,6 +66,7 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
     committer-failed      committer  error; a bug of ours, it continues with the next request
     snapshot-failed       worker     generation, reason; training continues
     quarantine            worker     path, reason
+    moved-aside           worker     path, reason; newer than the state to which the job went back
     failure               worker     generation, rank, step, type, message (its first line), detail (the
                                      others), cause and cause_type (the exception of a GPU that led to
                                      it), frame, deterministic, is_proving (steps were computed again),

@@ -32,6 +32,17 @@ def parse_request(text: str) -> str | None:
     return text if text == LATEST or milestone.is_name(text) else None
 
 
+def parse_setting(setting: str, value: object) -> str:
+    """Parse the value of ``setting`` into a request."""
+    request = None if isinstance(value, bool) else parse_request(str(value))
+    if request is None:
+        raise ConfigError(
+            f"{setting} is {str(value)[:100]!r}: write a step (500), the name of a milestone (best), latest, "
+            "or a checkpoint's name (g4-s500)."
+        )
+    return request
+
+
 def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     """Plan to go on from the newest state, or to go back if a node requests it and it is not done.
 
@@ -50,10 +61,11 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     if newest is not None and newest.resume_from == request:
         return replace(plan, request=request)
     states = [state for node in inventories for state in node.saved_states]
-    live = [state for state in states if newest is None or not is_abandoned(state, newest)]
-    chosen = _find_state(live, request)
+    if newest is not None and milestone.parse_version(request) is None:  # a checkpoint's name means just it
+        states = [state for state in states if not is_abandoned(state, newest)]
+    chosen = _find_state(states, request)
     if chosen is None:
-        raise NoValidCheckpointError(_describe_missing(inventories, live, request))
+        raise NoValidCheckpointError(_describe_missing(inventories, states, request))
     moment = chosen.version, chosen.epoch
     earlier = [
         replace(

@@ -38,7 +38,7 @@ from elastic_resume.report.formatting import (
 )
 
 VALID, BAD, QUARANTINED = "valid", "bad", "quarantined"
-_COLUMNS = ("node", "gen", "step", "world", "size", "age", "milestone", "valid")
+_COLUMNS = ("node", "gen", "step", "world", "size", "age", "valid")
 _NODE_DIR_FILES = (
     constants.EVENTS_FILE,
     constants.GENERATION_FILE,
@@ -215,7 +215,7 @@ def format_checkpoints(found: FoundPath, now: float) -> str:
     for run in runs:
         rows = [_table_row(entry, now) for entry in entries if entry.run_id == run]
         lines += ["", f"run {run}"] if len(runs) > 1 or found.level == "root" else []
-        lines += format_table(_COLUMNS, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=7)
+        lines += format_table(_COLUMNS, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=6)
         shown = "\n".join(lines)
         for entry in entries:
             if entry.run_id == run and entry.state == BAD and entry.reason not in shown:
@@ -305,14 +305,14 @@ def _describe_problem(error: object, path: Path) -> str:
 
 def _table_row(entry: CheckpointEntry, now: float) -> tuple[str, ...]:
     age_s = None if entry.written_at is None else max(0.0, now - entry.written_at)
-    state = {VALID: "yes", BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
+    names = "".join(f", milestone {_format_milestone(milestone)}" for milestone in entry.milestones)
+    state = {VALID: f"yes{names}", BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
     figures = (entry.generation, entry.step, entry.world_size)
     return (
         entry.node,
         *("-" if figure is None else str(figure) for figure in figures),
         format_bytes(entry.bytes),
         format_seconds(age_s),
-        ", ".join(map(_format_milestone, entry.milestones)) or "-",
         state[entry.state],
     )
 

@@ -205,8 +205,10 @@ def move_abandoned_aside(context: RankContext, result: ResumeResult) -> None:
         if path.is_symlink() or not path.exists():
             continue
         failpoints.hit("going-back.move-aside")
+        reason = going_back.describe_abandoned(result.plan)
         try:
-            context.quarantine(path, going_back.describe_abandoned(result.plan))
+            kept = context.catalog.quarantine(path, reason)
+            context.events.emit("moved-aside", path=str(kept), reason=reason)
         except MachineError as error:
             logger.warning(
                 f"node {context.node}: {path.name} stays in place, and is never resumed from: {error}"
