@@ -268,11 +268,11 @@ OPTIONS = (
     Option(
         "resume-from",
         "STATE",
-        "go back once to a step, a milestone's name, latest or a checkpoint's name",
+        "go back once: a step, a milestone's name or latest",
         going_back.parse_setting,
         has_flag=True,
-        details="newer states stay on disk, in quarantine, and never win again; the same command goes on "
-        "from there",
+        details="or a checkpoint, as g4-s500; newer states stay on disk, in quarantine, and never win again; the "
+        "same command goes on from there",
         default_help="the newest state",
     ),
     Option(

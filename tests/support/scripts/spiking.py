@@ -1,8 +1,8 @@
 """A training script of two epochs of ten steps, whose weights explode from step SPIKE on.
 
 SAVES is ``STEP:NAME[:METRIC],…``: it names the checkpoint of that step. At KILL, ``GENERATION:STEP``, rank 1
-kills itself. With SHARDED each node's ranks hold the model together. Each rank writes the steps that it takes
-to steps-RANK.jsonl, and at its end a digest of its state to end-RANK.json, in the directory of its argument.
+kills itself. A step sleeps PAUSE seconds. With SHARDED each node's ranks hold the model together. At its end
+each rank writes a digest of its state to end-RANK.json in the directory of its argument.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from elastic_resume.state import state_dict
 
 BATCH, SAMPLES, EPOCHS = 12, 120, 2
 SPIKE = int(os.environ.get("SPIKE", "1000"))
+PAUSE = float(os.environ.get("PAUSE", "0"))
 KILL = os.environ.get("KILL", "")
 SAVES = [each.split(":") for each in os.environ.get("SAVES", "").split(",") if each]
 
@@ -48,23 +50,21 @@ def main() -> None:
     batches = er.GlobalBatches(SAMPLES, BATCH, shuffle=True)
     run = er.resume(model=model, optimizer=optimizer, data=batches)
     trained = run.replicate(model) if "SHARDED" in os.environ else run.ddp(model)
-    with open(out / f"steps-{run.rank}.jsonl", "a") as log:
-        for _ in run.epochs(EPOCHS):
-            for batch in batches:
-                loss = functional.cross_entropy(trained(inputs[batch]), targets[batch])
-                scale = 1e3 if run.position.step + 1 >= SPIKE else 1.0
-                optimizer.zero_grad()
-                (loss * run.loss_weight).backward()
-                for group in optimizer.param_groups:
-                    group["lr"] = 0.01 * scale
-                optimizer.step()
-                run.step()
-                save_milestones(run)
-                print(json.dumps([run.generation, run.position.step]), file=log, flush=True)
-                if f"{run.generation}:{run.position.step}" == KILL:
-                    dist.barrier()
-                    if run.rank == 1:
-                        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in run.epochs(EPOCHS):
+        for batch in batches:
+            loss = functional.cross_entropy(trained(inputs[batch]), targets[batch])
+            optimizer.zero_grad()
+            (loss * run.loss_weight).backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 10.0 if run.position.step + 1 >= SPIKE else 0.01
+            optimizer.step()
+            run.step()
+            save_milestones(run)
+            time.sleep(PAUSE)
+            if f"{run.generation}:{run.position.step}" == KILL:
+                dist.barrier()  # every node has the snapshot of this step
+                if run.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
     flat = state_dict.flatten({"model": model, "optimizer": optimizer})
     digest = state_dict.combine_digests(state_dict.digest_leaves(flat.leaves))
     (out / f"end-{run.rank}.json").write_text(json.dumps(digest))
