@@ -271,8 +271,8 @@ OPTIONS = (
         "go back once: a step, a milestone's name or latest",
         going_back.parse_setting,
         has_flag=True,
-        details="or a checkpoint, as g4-s500; newer states stay on disk, in quarantine, and never win again; the "
-        "same command goes on from there",
+        details="or a checkpoint, as g4-s500; newer states stay on disk, in quarantine, and never win again; "
+        "the same command goes on from there",
         default_help="the newest state",
     ),
     Option(
@@ -472,7 +472,7 @@ def forget_outer_agent(environ: MutableMapping[str, str]) -> bool:
         return False
     outer, rank = environ.get(constants.ENV_RUN_ID, "job"), environ.get(constants.ENV_LOCAL_RANK, "0")
     environ[constants.ENV_OUTER_JOB] = f"{outer}-r{rank}"
-    for name in _AGENT_VARIABLES:
+    for name in (*_AGENT_VARIABLES, constants.ENV_RESUME_FROM):  # it names a state of the outer job
         environ.pop(name, None)
     return True
 

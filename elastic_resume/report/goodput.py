@@ -231,8 +231,9 @@ def slice_time(
             writer.add_until(RECOMPUTED, times.last_step_t, row.number)
         if row.end.kind == "finished":
             writer.add_until(PRODUCTIVE, times.end_t, row.number)
-            return writer.cut_at(times.end_t)
-        if row.end.kind == "open":
+            if times is generation_times[-1]:  # else it was started again, and trained more
+                return writer.cut_at(times.end_t)
+        elif row.end.kind == "open":
             writer.add_until(PRODUCTIVE, max(event_times), row.number)
         elif times.detected_t is not None and times.last_step_t is not None:
             writer.add_until(INTERRUPTED, min(times.detected_t, times.last_step_t + step_s), row.number)

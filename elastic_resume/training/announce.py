@@ -142,10 +142,13 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     if plan.goes_back:
         lost = (
             f"; went back, as --resume-from {plan.request} requests: "
-            f"{format_count(plan.given_up_steps, 'newer step')} given up, with checkpoints kept in quarantine"
+            f"{format_count(plan.given_up_steps, 'newer step')} given up; their checkpoints are in quarantine"
         )
     elif plan.request and result.earlier_command is not None:
-        lost += f"; --resume-from {plan.request} was done before, so it goes on from the newest state"
+        lost += (
+            f"; --resume-from {plan.request} was done before, so it goes on from the newest state (to go "
+            f"back once more, name a checkpoint, such as g{plan.source_generation}-s{plan.step})"
+        )
     old_world_size = plan.previous_world_size
     world = f"{format_count(world_size, 'rank')} on {format_count(len(result.nodes), 'node')}"
     if old_world_size not in {None, world_size}:

@@ -108,8 +108,10 @@ def test_job_goes_back_once_whatever_repeats_the_request(
     assert "--resume-from good was done before, so it goes on from the newest state" in output
 
 
-SOAKED = ("resume.planned", "resume.loaded", "commit.before-rename", "commit.after-rename")
-SOAKED += ("going-back.after-commit", "going-back.move-aside")
+SOAKED = (
+    *("resume.planned", "resume.loaded", "commit.before-rename", "commit.after-rename"),
+    *("going-back.after-commit", "going-back.move-aside"),
+)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,7 @@ def test_kill_on_the_way_back_changes_no_bit(
     assert job.starts[-1][0] >= 5
 
 
+@pytest.mark.soak
 def test_nodes_that_request_different_states_end_the_job(make_job: Callable[..., Job]) -> None:
     """The error names them; nothing moves."""
     job = make_job(nodes=2)
@@ -142,6 +145,7 @@ def test_nodes_that_request_different_states_end_the_job(make_job: Callable[...,
     assert [job.moved(index) for index in job.nodes] == [[], []]
 
 
+@pytest.mark.soak
 def test_late_node_with_newer_states_of_the_old_history_does_not_win(make_job: Callable[..., Job]) -> None:
     """It was absent when the others went back. Its milestone counts no more, and is kept."""
     job = make_job(min_nodes=2)
@@ -153,6 +157,7 @@ def test_late_node_with_newer_states_of_the_old_history_does_not_win(make_job: C
     assert job.requests(2) == {"good"}
 
 
+@pytest.mark.soak
 def test_rejoining_node_takes_survivors_back(make_job: Callable[..., Job]) -> None:
     """Their agents hold newer snapshots in memory, and their workers do not know the flag."""
     job = make_job(min_nodes=2)
@@ -165,6 +170,7 @@ def test_rejoining_node_takes_survivors_back(make_job: Callable[..., Job]) -> No
     assert len(job.ends) == 1
 
 
+@pytest.mark.soak
 def test_sharded_job_keeps_its_milestone_and_goes_back(make_job: Callable[..., Job]) -> None:
     """Each node's ranks hold the model together, and commit together."""
     ends = []
