@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 LATEST = "latest"
 DAMAGED = "?"  # no label: the name of milestones whose file cannot be read, so that they stay
-MAX_MILESTONES = 16  # of one checkpoint
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"[0-9]{1,15}")
 _VERSION = re.compile(r"g([0-9]{1,15})-s([0-9]{1,15})")

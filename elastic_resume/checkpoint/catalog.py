@@ -175,8 +175,7 @@ class Catalog:
 
         """
         others = [each for each in read_milestones(path) if each.name not in {label.name, milestone.DAMAGED}]
-        labels = [*others, label][-milestone.MAX_MILESTONES :]
-        record = {"milestones": {each.name: each.metric for each in labels}}
+        record = {"milestones": {each.name: each.metric for each in [*others, label]}}
         self._disk.write_atomic(path / constants.MILESTONES_FILE, (json.dumps(record) + "\n").encode())
 
     def quarantine(self, path: Path, reason: str) -> Path:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from elastic_resume import milestone
 from elastic_resume.errors import ConfigError, NoValidCheckpointError
-from elastic_resume.milestone import LATEST, Version
+from elastic_resume.milestone import LATEST, Milestone, Version
 from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import ASIDE, Inventory, RejectedState, ResumePlan, SavedState
 
@@ -65,7 +65,7 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
         states = [state for state in states if not is_abandoned(state, newest)]
     chosen = _find_state(states, request)
     if chosen is None:
-        raise NoValidCheckpointError(_describe_missing(inventories, states, request))
+        raise _make_missing_error(inventories, states, request)
     moment = chosen.version, chosen.epoch
     earlier = [
         replace(
@@ -129,15 +129,19 @@ def _find_state(states: Sequence[SavedState], request: str) -> SavedState | None
     if step is not None or version is not None:
         named = [state for state in states if step == state.step or version == state.version]
         return max(named, key=lambda state: (state.version, state.epoch), default=None)
-    kept = milestone.choose_kept((state.version, label) for state in states for label in state.milestones)
     found = [
         (-math.inf if label.metric is None or request == LATEST else label.metric, state)
-        for state in states
-        for label in state.milestones
-        if (state.version, label) in kept and request in {LATEST, label.name}
+        for state, label in _list_milestones(states)
+        if request in {LATEST, label.name}
     ]
     best = max(found, key=lambda one: (one[0], one[1].version, one[1].epoch), default=None)
     return best[1] if best is not None else None
+
+
+def _list_milestones(states: Sequence[SavedState]) -> list[tuple[SavedState, Milestone]]:
+    """Return the milestones that count in the whole job, each with its state."""
+    kept = milestone.choose_kept((state.version, label) for state in states for label in state.milestones)
+    return [(s, label) for s in states for label in s.milestones if (s.version, label) in kept]
 
 
 def _is_meant(rejected: RejectedState, request: str) -> bool:
@@ -149,10 +153,12 @@ def _is_meant(rejected: RejectedState, request: str) -> bool:
     return bool(names) if request == LATEST else request in names
 
 
-def _describe_missing(inventories: Sequence[Inventory], states: Sequence[SavedState], request: str) -> str:
-    names = dict[Version, set[str]]()
-    for state in states:
-        names.setdefault(state.version, set()).update(label.name for label in state.milestones)
+def _make_missing_error(
+    inventories: Sequence[Inventory], states: Sequence[SavedState], request: str
+) -> NoValidCheckpointError:
+    names: dict[Version, set[str]] = {state.version: set() for state in states}
+    for state, label in _list_milestones(states):
+        names[state.version].add(label.name)
     # Milestones first, then the newest.
     versions = sorted(names, key=lambda version: (bool(names[version]), version), reverse=True)
     shown = [
@@ -163,8 +169,11 @@ def _describe_missing(inventories: Sequence[Inventory], states: Sequence[SavedSt
     meant = [each for node in inventories for each in node.rejected if _is_meant(each, request)]
     reasons = dict.fromkeys(f"{each.node}/{each.name}: {each.reason.rstrip('.')}" for each in meant)
     unusable = f" Not usable: {'; '.join([*reasons][:MAX_LISTED])}." if reasons else ""
-    return (
+    error = NoValidCheckpointError(
         f"--resume-from {request}: no node of this start has such a saved state. There is "
         f"{', '.join(shown) or 'none'}{more}.{unusable} Name one that is there, start the node that has it, "
         "or leave --resume-from out to go on from the newest."
     )
+    # A read that failed now may succeed at the next attempt.
+    error.is_deterministic = not any(each.kind == "unreadable" for each in meant)
+    return error

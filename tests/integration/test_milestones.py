@@ -129,6 +129,19 @@ def test_loaded_step_can_become_a_milestone(job: Job) -> None:
     assert job.milestones == {(2, 3): [("third", None)], (1, 3): [], (1, 0): [("start", None)]}
 
 
+def test_milestone_at_the_end_of_an_epoch_outlives_the_save_after_it(job: Job) -> None:
+    """Without data= the run learns of the end later, and the script's work there replaces the checkpoint."""
+    model = nn.Linear(1, 1)
+    with er.resume(model=model, ckpt_dir=job.directory, run_id="job", node_name="n0") as run:
+        for _ in run.epochs(1):
+            run.step()
+            run.save(milestone="best", metric=1.0)
+            with torch.no_grad():
+                model.bias.fill_(7.0)
+    assert job.milestones == {(1, 1): [("best", 1.0)]}
+    assert float(er.load(job.node_dir)["bias"]) == 7.0
+
+
 @pytest.mark.parametrize(
     ("name", "metric", "text"),
     [
