@@ -124,7 +124,7 @@ def _find_root_cause(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     return {
         **{name: failure.get(name) for name in names},
         "exit_code": end.get("exit_code"),
-        "signal": end.get("signal"),
+        "signal": end.get("signal") or None,
     }
 
 
