@@ -21,10 +21,10 @@ ON_EVENT = Mechanism(
         Option(
             "on-event",
             "COMMAND",
-            "run COMMAND at start, failure, recovery, end and alerts of the job",
+            "run COMMAND at each event of the job",
             lazily("on_event.command", "parse_command"),
             has_flag=True,
-            details="it gets one JSON object on its standard input; no shell is between",
+            details="start, failure, recovery, end and alerts, each as JSON on standard input; no shell",
             default_help="none",
             show=_show,
         ),

@@ -123,9 +123,12 @@ def test_failing_command_is_logged_once(
 ) -> None:
     """Each later event still runs it."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        command, "run_command", lambda _words, notice, _over: found.append(notice) or "ended with exit code 1"
-    )
+
+    def run(_words: object, notice: dict[str, Any], _over: object) -> str:
+        found.append(notice)
+        return "ended with exit code 1"
+
+    monkeypatch.setattr(command, "run_command", run)
     queue = CommandQueue(("x",))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

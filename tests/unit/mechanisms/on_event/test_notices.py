@@ -19,7 +19,7 @@ FAILURE = Failure(EXIT, "n1", 1, WorkerEnd(7))
 def make_notices(*events: Event) -> list[dict[str, Any]]:
     """Return the notices of n0 for a job that has begun its first generation."""
     maker = NoticeMaker(summarize_event)
-    begin = [
+    begin: list[Event] = [
         {"event": "agent-start", "run_id": "job"},
         {"event": "generation-start", "generation": 1, "begins_job": True},
     ]
@@ -30,7 +30,7 @@ def make_notices(*events: Event) -> list[dict[str, Any]]:
 def verdict(**fields: Any) -> Event:
     """Return the verdict on the first generation, which the node reports."""
     common = {"generation": 1, "next_generation": 2, "speaks_for_job": True, "reason": None}
-    empty = {"joined": [], "lost": [], "root_causes": [], "secondary_failures": []}
+    empty: Event = {"joined": [], "lost": [], "root_causes": [], "secondary_failures": []}
     return {"event": "verdict", **common, **empty, "decision": to_json(Continue()), **fields}
 
 
