@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_resume import constants
 from elastic_resume.testing import Cluster
 from tests.support.paths import SCRIPTS
 
@@ -82,6 +83,8 @@ def test_give_up_is_reported_by_one_node_and_a_failing_command_costs_one_warning
         cluster.start(script)
         assert cluster.wait_exit() == [1, 1]
         (notice,) = read_notices(tmp_path)
+        settings = (cluster.nodes[0].directory / constants.SETTINGS_FILE).read_text()
+        events = (cluster.nodes[0].directory / constants.EVENTS_FILE).read_text()
         output = cluster.output(int(notice["node"][1:]))
     assert (notice["kind"], notice["severity"]) == ("give-up", "bad")
     assert notice["root_cause"]["type"] == "ModuleNotFoundError"
@@ -89,6 +92,8 @@ def test_give_up_is_reported_by_one_node_and_a_failing_command_costs_one_warning
     assert output.count("on-event: the command for the event 'give-up' ended with exit code 3") == 1
     assert "xxx no route. Training continues" in output
     assert len(output) < 20_000
+    assert "on-event: " in settings
+    assert "no route" not in settings + events  # a webhook's address would be there
 
 
 @pytest.mark.soak
