@@ -210,17 +210,19 @@ class Generation:
         The state is committed at once, under this generation: whatever dies from then on, no older generation
         has a newer one, and the request counts as done. A kill before that repeats it.
         """
-        context, committed = self.context, True
+        if not self.plan.goes_back:
+            coordinator.move_abandoned_aside(self.context, result)  # of a node that was absent then
+            return
         failpoints.hit("going-back.before-commit")
-        if self.plan.goes_back and (context.is_local_leader or self.snapshot_scheduler.is_sharded):
+        path: Path | None = None
+        if self.context.is_local_leader or self.snapshot_scheduler.is_sharded:
             # The position as it was loaded: the script's work after an epoch's last step may be still to do.
             with self.heartbeat.busy():
                 path = self.snapshot_scheduler.commit(self.progress.position, of_this_generation=True)
-            committed = path is not None
         failpoints.hit("going-back.after-commit")
-        context.run_on_all_ranks(
-            lambda: coordinator.move_abandoned_aside(context, result) if committed else None
-        )
+        if path is not None:  # else the disk has refused, which is logged
+            coordinator.move_abandoned_aside(self.context, result)
+        self.context.run_on_all_ranks(lambda: None)  # no rank trains before all nodes have tried
 
     @property
     def number(self) -> int:
