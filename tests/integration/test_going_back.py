@@ -108,15 +108,14 @@ def test_job_goes_back_once_whatever_repeats_the_request(
     assert "--resume-from good was done before, so it goes on from the newest state" in output
 
 
-SOAKED = (
-    *("resume.planned", "resume.loaded", "commit.before-rename", "commit.after-rename"),
-    *("going-back.after-commit", "going-back.move-aside"),
+POINTS = (
+    *("resume.planned", "resume.loaded", "going-back.before-commit", "commit.before-rename"),
+    *("commit.after-rename", "going-back.after-commit", "going-back.move-aside"),
 )
 
 
-@pytest.mark.parametrize(
-    "point", ["going-back.before-commit", *(pytest.param(point, marks=pytest.mark.soak) for point in SOAKED)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("point", POINTS)
 def test_kill_on_the_way_back_changes_no_bit(
     make_job: Callable[..., Job], expected: set[str], point: str
 ) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import elastic_resume as er
 from elastic_resume import constants, events
 from elastic_resume.checkpoint.catalog import Catalog, read_quarantine_reason
+from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import ConfigError, NoValidCheckpointError, UsageError
 
 BATCHES, SAMPLES = 5, 50
@@ -127,6 +128,17 @@ def test_loaded_step_can_become_a_milestone(job: Job) -> None:
         assert run.save() is None
         assert run.save(milestone="third") is not None
     assert job.milestones == {(2, 3): [("third", None)], (1, 3): [], (1, 0): [("start", None)]}
+
+
+def test_space_for_checkpoints_to_come_is_needed_besides_milestones(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take no place of those of --keep."""
+    needed: list[int] = []
+    monkeypatch.setattr(NodeDir, "ensure_free_space", lambda _, count: needed.append(count))
+    job.run_to(3, {1: ("a",), 2: ("b",)}, keep=9)
+    job.run_to(3, keep=9)
+    assert needed[1] * 10 == needed[0] * 9
 
 
 def test_milestone_at_the_end_of_an_epoch_outlives_the_save_after_it(job: Job) -> None:
