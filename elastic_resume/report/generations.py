@@ -212,6 +212,8 @@ class _GenerationRecord:
     def previous_last_step(self) -> int | None:
         """The last step of the previous generation, as the resume event gives it."""
         recomputed = self.resume.get_count("recomputed_steps") if self.resume else None
+        if self.given_up_steps:  # the previous one may have gone back too, and been killed before a step
+            return None
         return None if recomputed is None or self.kept_step is None else self.kept_step + recomputed
 
     def record(self, event: ParsedEvent, max_failure_events: int) -> None:

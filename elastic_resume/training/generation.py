@@ -198,11 +198,11 @@ class Generation:
             self._cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
         self.heartbeat.start_generation(self.number, position.step)
-        self._leave_abandoned_history(result)
         announce.start_worker(context, self.number, position.step, self.tracked)
         self.random_numbers.start_at(position.step)
         if self.rank == 0:
             announce.log_start(result, context, position, world_change=self.progress.world_change)
+        self._leave_abandoned_history(result)  # after the event: a kill meanwhile is no loss of these steps
 
     def _leave_abandoned_history(self, result: ResumeResult) -> None:
         """Let the history win to which the job goes back, and move what is newer aside on each node.

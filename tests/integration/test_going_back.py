@@ -132,6 +132,7 @@ def test_kill_on_the_way_back_changes_no_bit(
     assert [job.requests(index) for index in job.nodes] == [{"good"}] * 3
     assert all("g000001-s0000000020" in job.moved(index) for index in job.nodes)
     assert job.starts[-1][0] >= 5
+    assert job.cluster.lost_steps == 0
 
 
 @pytest.mark.soak

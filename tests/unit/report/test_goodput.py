@@ -61,6 +61,25 @@ def test_steps_given_up_on_request_are_not_lost_to_a_failure() -> None:
     assert f"generation 2: {note}" in summary.format_text(report).replace("\n  ", " ")
 
 
+def test_way_back_that_is_interrupted_and_repeated_loses_no_step() -> None:
+    """The generation that was killed before its first step ran none."""
+    job = run_steps(*range(1, 11))
+    job.stop(111, 0, 1, 2)
+    for formed_t in (121, 131):
+        begin_at(job, formed_t, formed_t + 3, 4, seconds=1.0, resume_from="best", given_up_steps=6)
+        if formed_t == 121:
+            job.exit(125, 1, signal="SIGKILL")
+            job.stop(125.2, 0, 2)
+    record_steps(job, 135, *range(5, 11))
+    job.finish(141, 10)
+    rows = summary.build_run_report(job.events).history.generations
+    assert [(row.first_step, row.last_step, row.recomputed_steps) for row in rows] == [
+        (1, 10, 0),
+        (None, 4, 0),
+        (5, 10, None),
+    ]
+
+
 def test_downtime_is_what_a_failure_costs() -> None:
     """From the kill to the next first step, and two steps and a half that were lost; a step is no loss."""
     report = summary.build_run_report(killed().events)
