@@ -142,7 +142,8 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     if plan.goes_back:
         lost = (
             f"; went back, as --resume-from {plan.request} requests: "
-            f"{format_count(plan.given_up_steps, 'newer step')} given up; their checkpoints move to quarantine"
+            f"{format_count(plan.given_up_steps, 'newer step')} given up; their checkpoints move to "
+            "quarantine"
         )
     elif plan.request and result.earlier_command is not None:
         lost += (
