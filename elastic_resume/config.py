@@ -29,7 +29,7 @@ from elastic_resume.config_file import ConfigFile, Entry
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
 from elastic_resume.option import Option
-from elastic_resume.policy import proof
+from elastic_resume.policy import going_back, proof
 from elastic_resume.policy.checkpoint_interval import AUTO, IntervalSetting
 from elastic_resume.schedulers import environment
 from elastic_resume.units import parse_duration, parse_size
@@ -266,6 +266,16 @@ OPTIONS = (
         details="must: end with an error if there is none; never: start fresh",
     ),
     Option(
+        "resume-from",
+        "STATE",
+        "go back once: a step, a milestone's name or latest",
+        going_back.parse_setting,
+        has_flag=True,
+        details="or a checkpoint, as g4-s500; newer states stay on disk, in quarantine, and never win again; "
+        "the same command goes on from there",
+        default_help="the newest state",
+    ),
+    Option(
         "prove",
         "WHEN",
         f"when to prove a resume: {', '.join(proof.MODES)}",
@@ -462,7 +472,7 @@ def forget_outer_agent(environ: MutableMapping[str, str]) -> bool:
         return False
     outer, rank = environ.get(constants.ENV_RUN_ID, "job"), environ.get(constants.ENV_LOCAL_RANK, "0")
     environ[constants.ENV_OUTER_JOB] = f"{outer}-r{rank}"
-    for name in _AGENT_VARIABLES:
+    for name in (*_AGENT_VARIABLES, constants.ENV_RESUME_FROM):  # it names a state of the outer job
         environ.pop(name, None)
     return True
 
@@ -493,11 +503,14 @@ class Settings:
     check_replicas: IntervalSetting = AUTO  # steps or auto, not time: all nodes compare the same step
     transfer_addr: str | None = None  # where other nodes take the state from this one; None: auto
     prove: str = proof.FIRST
+    resume_from: str | None = None  # the state to which the job goes back; None: no request
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables from which `for_worker` reads the same settings."""
         return {
-            constants.ENV_PREFIX + name.upper(): "auto" if value is None else str(value)
+            constants.ENV_PREFIX + name.upper(): _NONE_TEXTS.get(name, "auto")
+            if value is None
+            else str(value)
             for name, value in vars(self).items()
         }
 
@@ -557,10 +570,15 @@ class Settings:
             name = "-".join(filter(None, [environ.get(constants.ENV_OUTER_JOB), Path(script).stem]))
             run_id = fallback_run_id or environment.sanitize_name(name, "job")
             values["run_id"] = validate_directory_name("--rdzv-id", run_id)
+        if values["resume"] == "never" and values["resume_from"] is not None:
+            raise ConfigError(
+                "--resume never starts fresh, and --resume-from goes back to a saved state: give one of them."
+            )
         values["node_name"] = values["node_name"] or environment.read_context(environ).name
         return cls(**values)
 
 
+_NONE_TEXTS = {"resume_from": ""}  # what None is as a variable, where it is not "auto"
 _FIELDS = tuple(field.name for field in fields(Settings))
 
 

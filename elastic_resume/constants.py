@@ -24,6 +24,7 @@ ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"  # (user) this node's name
 ENV_CONFIG = "ELASTIC_RESUME_CONFIG"  # (user) the file of --config
 ENV_PROVE = "ELASTIC_RESUME_PROVE"  # (user) when to prove a resume
+ENV_RESUME_FROM = "ELASTIC_RESUME_RESUME_FROM"  # (user) the state to which the job goes back
 ENV_NODE_TIMEOUT = "ELASTIC_RESUME_NODE_TIMEOUT"  # (user) TIME after which an unreachable node is lost
 ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two `step` events of a rank
 ENV_TOKEN = "ELASTIC_RESUME_TOKEN"  # noqa: S105 - (user) the secret that all nodes of a job share
@@ -80,6 +81,7 @@ HANGS_DIR = "hangs"  # one file per hang: the stacks of all ranks of the node
 TEMPORARY_PREFIX = ".tmp-"  # a checkpoint being written; never read, removed by the next owner
 STATE_FILE = "state.safetensors"
 MANIFEST_FILE = "manifest.json"
+MILESTONES_FILE = "milestones.json"  # beside a manifest: the names that keep its checkpoint
 
 SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # names that become directories and shell words
 

@@ -47,7 +47,8 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
                                      nodes, kind (cold | resumed), source_node, source_tier (memory |
                                      disk | ""), source_generation, proves_step (or null), receiving_nodes
                                      [node], rejected [{node, generation, step, reason}],
-                                     recomputed_steps, seconds
+                                     recomputed_steps, resume_from (the request if the job went back, or
+                                     null), given_up_steps, seconds
     proof                 rank 0     generation, step, first_step, verdict (proved | rounding | not proved),
                                      ranks, rounding, within_epoch, seconds, message; steps were computed
                                      again
@@ -61,12 +62,14 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
     busy                  worker     generation, rank, step, reason; the script entered `run.busy`
     commit                committer  generation, step, bytes, seconds, path
     commit-failed         committer  generation, step, error
+    milestone             worker     generation, rank, step, name, metric (or null), path
     prune                 committer  path
     prune-failed          committer  error
     snapshot-ignored      committer  generation, step, reason; the snapshot's metadata is invalid
     committer-failed      committer  error; a bug of ours, it continues with the next request
     snapshot-failed       worker     generation, reason; training continues
     quarantine            worker     path, reason
+    moved-aside           worker     path, reason; newer than the state to which the job went back
     failure               worker     generation, rank, step, type, message (its first line), detail (the
                                      others), cause and cause_type (the exception of a GPU that led to
                                      it), frame, deterministic, is_proving (steps were computed again),

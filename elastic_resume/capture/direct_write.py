@@ -14,6 +14,7 @@ from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import MachineError
+from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, FlatState, make_spec, view_bytes
@@ -29,13 +30,13 @@ class DirectWriter:
     def __init__(
         self,
         context: RankContext,
-        generation: int,
+        plan: ResumePlan,
         tracked: Mapping[str, Any],
         retention: RetentionPolicy,
         waiting_for_disk: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._context = context
-        self._generation = generation
+        self._plan = plan
         self._tracked = tracked
         self._waiting_for_disk = waiting_for_disk
         self._writer = CheckpointWriter(context.node_dir, context.settings.run_id, context.events.emit)
@@ -69,13 +70,14 @@ class DirectWriter:
             node=context.node,
             rank=context.collectives.rank,
             world_size=context.collectives.size,
-            generation=self._generation,
+            generation=self._plan.generation,
             position=position,
             written_at=time.time(),
             writer=__version__,
             state=flat_state.structure,
             rank0_tensors=tuple(leaf.name for leaf in flat_state.leaves if leaf.kind != REPLICATED),
             file_bytes=layout.total_bytes,
+            **self._plan.history,
         )
 
 

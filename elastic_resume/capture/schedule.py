@@ -103,7 +103,7 @@ class SnapshotScheduler:
         """
         settings = context.settings
         self._committed_path: Path | None = None  # of the last commit that this process waited for
-        self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
+        self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation, plan.history)
         # Each local rank holds other shards of the state, so it takes part in every snapshot.
         self.is_sharded = self.snapshotter.is_sharded
         self.meter = CostMeter(self.snapshotter)
@@ -121,7 +121,7 @@ class SnapshotScheduler:
         # State loaded from memory or a peer does not verify a checkpoint on this disk.
         trusted_version = version if plan.kind == "resumed" and saved_step >= 0 else None
         retention = RetentionPolicy(trusted_version, settings.keep)
-        self._direct_writer = DirectWriter(context, plan.generation, tracked, retention, waiting_for_disk)
+        self._direct_writer = DirectWriter(context, plan, tracked, retention, waiting_for_disk)
         if context.is_local_leader:
             slot_client.send("start_generation", trusted_version=trusted_version, keep=settings.keep)
             slot_client.control_block.set("decided_id", 0)
@@ -232,15 +232,18 @@ class SnapshotScheduler:
         """Tell the other local ranks the step of the next snapshot."""
         self._slot_client.control_block.set("next_snapshot_step", NEVER if step is None else step)
 
-    def commit(self, position: Position, *, is_epoch_over: bool = False) -> Path | None:
+    def commit(
+        self, position: Position, *, is_epoch_over: bool = False, of_this_generation: bool = False
+    ) -> Path | None:
         """Commit the state now. Return the checkpoint's path on the local leader, which waits for the disk.
 
         With a sharded model every rank of the job calls it, after `await_all_ranks`. Return None on
-        the other ranks, if the disk refuses, which is logged, and if this generation began with that step.
+        the other ranks, if the disk refuses, which is logged, and if this generation began with that step,
+        unless the checkpoint must be ``of_this_generation``.
         """
         self._committed_path = None
         with self.meter.count_stall():
-            if position.step == self._loaded_step and not is_epoch_over:
+            if position.step == self._loaded_step and not is_epoch_over and not of_this_generation:
                 return None
             has_snapshot = self._ensure_snapshot(position, is_epoch_over=is_epoch_over)
             if not self._slot_client.is_local_leader:

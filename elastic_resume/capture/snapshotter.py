@@ -92,9 +92,17 @@ class Snapshotter:
     """Takes this rank's part in its node's snapshots, in one generation."""
 
     def __init__(
-        self, tracked: Mapping[str, Any], slot_client: SlotClient, context: RankContext, generation: int
+        self,
+        tracked: Mapping[str, Any],
+        slot_client: SlotClient,
+        context: RankContext,
+        generation: int,
+        history: Mapping[str, Any],
     ) -> None:
-        """Put the copy barrier before the steps of all tracked optimizers."""
+        """Put the copy barrier before the steps of all tracked optimizers.
+
+        ``history``: see `ResumePlan.history`.
+        """
         self._context = context
         self._generation = generation
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
@@ -106,6 +114,7 @@ class Snapshotter:
             "rank": context.local_leader_by_node[context.node],
             "world_size": context.collectives.size,
             "writer": __version__,
+            **history,
         }
         share_count = local_world_size if self._barrier.has_hooks else 1
         self._state = PlannedState(

@@ -6,8 +6,8 @@ to ``quarantine/``, with the reason beside it as ``NAME.reason.json``.
 
 Invariants:
 
-- `Catalog.prune` keeps the newest two valid checkpoints, everything it does not recognise, and the target of
-  a link.
+- `Catalog.prune` keeps the newest two valid checkpoints, milestones, everything it does not recognise, and
+  the target of a link.
 - A checkpoint loses its final name durably before its first byte is removed.
 - A crash during quarantine leaves the directory under its old name or under ``quarantine/``, never under
   neither.
@@ -18,24 +18,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from elastic_resume import constants
+from elastic_resume import constants, milestone
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import deep_check, parse_checkpoint_name, quick_check
 from elastic_resume.errors import CheckpointError, CorruptError, TornError
+from elastic_resume.milestone import Milestone
 
 MIN_KEEP = 2  # the newest checkpoint may turn out bad when it is needed
 MAX_ENTRIES = 1000  # the newest entries are listed; older ones are ignored
+_MAX_MILESTONES_BYTES = 64 * 1024
 _WRITER_PID_PATTERN = re.compile(r"-(\d{1,10})-[0-9a-f]{8}\Z")
 
 
@@ -47,6 +50,37 @@ def read_quarantine_reason(path: Path) -> str:
         return str(record["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return "unknown: the file with the reason cannot be read"
+
+
+def read_milestones(path: Path) -> tuple[Milestone, ...]:
+    """Return the milestones of the checkpoint in ``path``; `milestone.DAMAGED` if they cannot be read."""
+    try:
+        with open(path / constants.MILESTONES_FILE, "rb") as file:
+            record = json.loads(file.read(_MAX_MILESTONES_BYTES))
+        return tuple(_parse_milestone(name, metric) for name, metric in record["milestones"].items())
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return (Milestone(milestone.DAMAGED),)
+
+
+def _parse_milestone(name: str, metric: object) -> Milestone:
+    if not milestone.is_name(name) or not (metric is None or isinstance(metric, float)):
+        raise ValueError(f"{name!r:.80} with {metric!r:.80} is no milestone")
+    if metric is not None and not math.isfinite(metric):
+        raise ValueError(f"the metric of {name} is not finite")
+    return Milestone(name, metric)
+
+
+def choose_milestones(entries: Iterable[CatalogEntry]) -> dict[Path, tuple[Milestone, ...]]:
+    """Return the milestones of a node that count, by the directories of their checkpoints."""
+    valid = [entry for entry in entries if entry.error is None]
+    kept = milestone.choose_kept((entry.version, label) for entry in valid for label in entry.milestones)
+    found = {
+        entry.path: tuple(label for label in entry.milestones if (entry.version, label) in kept)
+        for entry in valid
+    }
+    return {path: labels for path, labels in found.items() if labels}
 
 
 def _reason_path(quarantined_path: Path) -> Path:
@@ -62,6 +96,7 @@ class CatalogEntry:
     step: int
     manifest: Manifest | None
     error: CheckpointError | None
+    milestones: tuple[Milestone, ...] = ()
 
     @property
     def version(self) -> tuple[int, int]:
@@ -107,7 +142,7 @@ class Catalog:
         *,
         trusted_versions: Collection[tuple[int, int]] | None = None,
     ) -> list[Path]:
-        """Remove valid checkpoints beyond the newest ``keep``; return their former paths.
+        """Remove valid checkpoints beyond the newest ``keep``; return their former paths. Milestones stay.
 
         Args:
             keep: number of checkpoints that stay, at least `MIN_KEEP`.
@@ -120,8 +155,10 @@ class Catalog:
             raise ValueError(f"keep={keep}: at least {MIN_KEEP} checkpoints must stay")
         removed = []
         kept = 0
-        for entry in self.list_valid():
-            if entry.is_link:
+        entries = self.list_valid()
+        milestones = choose_milestones(entries)
+        for entry in entries:
+            if entry.is_link or entry.path in milestones:
                 continue
             if kept >= keep:
                 self._delete(entry.path)
@@ -129,6 +166,17 @@ class Catalog:
             elif trusted_versions is None or entry.version in trusted_versions:
                 kept += 1
         return removed
+
+    def add_milestone(self, path: Path, label: Milestone) -> None:
+        """Name the checkpoint in ``path``, durably; an earlier metric of that name is replaced.
+
+        Raises:
+            MachineError: the disk refuses.
+
+        """
+        others = [each for each in read_milestones(path) if each.name not in {label.name, milestone.DAMAGED}]
+        record = {"milestones": {each.name: each.metric for each in [*others, label]}}
+        self._disk.write_atomic(path / constants.MILESTONES_FILE, (json.dumps(record) + "\n").encode())
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move ``path`` to ``quarantine/`` and record ``reason``; return the new path."""
@@ -180,7 +228,7 @@ class Catalog:
     def _check_entry(self, path: Path, version: tuple[int, int], read_data: bool) -> CatalogEntry:
         check = deep_check if read_data else quick_check
         try:
-            return CatalogEntry(path, *version, check(path, self._run_id), None)
+            return CatalogEntry(path, *version, check(path, self._run_id), None, read_milestones(path))
         except CheckpointError as error:
             return CatalogEntry(path, *version, None, error)
 

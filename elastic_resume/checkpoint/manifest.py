@@ -20,7 +20,8 @@ import xxhash
 from elastic_resume.checkpoint.json_codec import reject_constant
 from elastic_resume.errors import CorruptError, ForeignError, NewerFormatError, TornError
 
-FORMAT_VERSION = 2  # format 1 had no sharded tensors; it is read as it is
+FORMAT_VERSION = 3  # formats 1 and 2 are read as they are
+FORMAT_WITHOUT_REQUEST = 2  # written for a history without --resume-from; format 1 had no sharded tensors
 BLOCK_BYTES = 16 << 20  # large enough for full disk speed, small enough for a reusable buffer
 MAX_MANIFEST_BYTES = 256 << 20  # non-tensor state is usually kilobytes
 _MAX_COUNT = 1 << 53
@@ -45,7 +46,9 @@ class Manifest:
     """Everything in a checkpoint except its tensors.
 
     ``rank`` is the writer's; ``written_at`` is in Unix seconds. ``rank0_tensors`` names tensors that may
-    differ between ranks, such as those of a script's objects: a resume takes rank 0's.
+    differ between ranks, such as those of a script's objects: a resume takes rank 0's. ``resume_from`` is the
+    newest request (``--resume-from``) from which its history descends, and ``went_back_to`` the version to
+    which that went back; both are empty without one.
     `CheckpointTransaction` fills in ``file_bytes``, ``block_bytes`` and ``blocks``.
     """
 
@@ -62,6 +65,8 @@ class Manifest:
     file_bytes: int = 0
     block_bytes: int = BLOCK_BYTES
     blocks: tuple[str, ...] = ()
+    resume_from: str = ""
+    went_back_to: tuple[int, ...] = ()
 
     @property
     def step(self) -> int:
@@ -90,10 +95,14 @@ class Manifest:
         """Encode the manifest file; raise ValueError if a field is out of range or not JSON."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         record["position"] = vars(self.position)
+        number = FORMAT_VERSION
+        if not self.resume_from:  # older versions read it
+            number = FORMAT_WITHOUT_REQUEST
+            del record["resume_from"], record["went_back_to"]
         invalid = _find_invalid_field(self)
         if invalid:
             raise ValueError(f"manifest: {invalid}")
-        body = _encode_json({"kind": _KIND, "format": FORMAT_VERSION, **record})[:-1]
+        body = _encode_json({"kind": _KIND, "format": number, **record})[:-1]
         data = body + f',"digest":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
         if len(data) > MAX_MANIFEST_BYTES:
             raise ValueError(
@@ -117,6 +126,7 @@ class Manifest:
             position = record.pop("position")
             for name in ("rank0_tensors", "blocks"):
                 record[name] = tuple(record[name])
+            record["went_back_to"] = tuple(record.get("went_back_to", ()))
             manifest = Manifest(position=Position(**position), **record)
         except (KeyError, TypeError) as error:
             raise CorruptError(f"manifest: a field is missing or unknown ({error}).") from error
@@ -163,7 +173,7 @@ def _decode_verified(data: bytes) -> dict[str, Any]:
 
 def _find_invalid_field(manifest: Manifest) -> str | None:
     """Describe the first field of a wrong type or value: readers count on all of them."""
-    for name in ("run_id", "node", "writer"):
+    for name in ("run_id", "node", "writer", "resume_from"):
         if not isinstance(getattr(manifest, name), str):
             return f"{name} is {getattr(manifest, name)!r:.80}, not a text."
     for name in ("rank0_tensors", "blocks"):
@@ -174,6 +184,9 @@ def _find_invalid_field(manifest: Manifest) -> str | None:
         return f"written_at is {written_at!r:.80}, not a time."
     counts = {name: getattr(manifest, name) for name in _COUNT_FIELDS}
     counts |= {f"position.{name}": count for name, count in vars(manifest.position).items()}
+    counts |= {f"went_back_to[{i}]": count for i, count in enumerate(manifest.went_back_to)}
+    if len(manifest.went_back_to) != (2 if manifest.resume_from else 0):
+        return f"went_back_to is {manifest.went_back_to!r:.80}, and resume_from {manifest.resume_from!r:.80}."
     for name, count in counts.items():
         if type(count) is not int or not 0 <= count <= _MAX_COUNT:
             return f"{name} is {count!r}, not a count."

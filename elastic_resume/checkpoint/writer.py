@@ -93,7 +93,7 @@ class CheckpointTransaction:
 
         Block digests and sizes are added to ``manifest``. An existing whole checkpoint with equal content
         stays. Another one under this name is quarantined if it is damaged, unreadable or different, and
-        deleted if it is the same step earlier in its epoch.
+        deleted if it is the same step earlier in its epoch. This one gets its milestones.
 
         Raises:
             MachineError: the disk refuses, or the name is taken by another run or a newer format.
@@ -153,6 +153,7 @@ class CheckpointTransaction:
         except (ForeignError, NewerFormatError) as error:
             raise MachineError(f"cannot commit: the name is taken. {error} Move it elsewhere.") from error
         except CheckpointError as error:
+            self._keep_milestones()
             self._catalog.quarantine(self._final_path, str(error))
             return False
         if present.content_digest == manifest.content_digest and present.position == manifest.position:
@@ -160,9 +161,17 @@ class CheckpointTransaction:
             return True
         # The last step of an epoch has two positions, before and after the script's end-of-epoch code.
         is_later = manifest.epoch_position > present.epoch_position
+        self._keep_milestones()
         quarantined = self._catalog.quarantine(self._final_path, "written again with other content")
         self._superseded = quarantined if is_later else None
         return False
+
+    def _keep_milestones(self) -> None:
+        """Give this checkpoint the milestones of the one that it replaces, which is of the same step."""
+        with contextlib.suppress(OSError):
+            names = (self._final_path / constants.MILESTONES_FILE).read_bytes()
+            self._disk.write_file(self._temporary_path / constants.MILESTONES_FILE, names)
+            self._disk.sync_dir(self._temporary_path)
 
     def _finish_block(self) -> None:
         self._block_digests.append(self._digest.hexdigest())

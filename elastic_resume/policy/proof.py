@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic_resume.policy import resume_plan
+from elastic_resume.policy import going_back, resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, Inventory, ResumePlan, SavedState
 from elastic_resume.units import format_count, to_printable
 
@@ -101,11 +101,11 @@ class Verdict:
 def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) -> ResumePlan:
     """Choose the state to resume from: the newest, or an earlier one from which the newest is computed again.
 
-    ``mode`` and errors are those of `resume_plan.choose_resume_plan`.
+    ``mode`` and errors are those of `going_back.plan_resume`.
     """
-    plan = resume_plan.choose_resume_plan(inventories, mode)
+    plan = going_back.plan_resume(inventories, mode)
     newest = plan.saved_state_for(plan.source_node)
-    if newest is None or not _can_be_repeated(inventories, plan, newest, world_size):
+    if newest is None or plan.goes_back or not _can_be_repeated(inventories, plan, newest, world_size):
         return plan
     if len(plan.holders) < min(2, len(inventories)):  # nothing is sent before the verdict
         return replace(plan, unproved=f"{plan.source_node} alone holds this step")
@@ -129,6 +129,7 @@ def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) ->
         generation=plan.generation,
         rejected=plan.rejected,
         recomputed_steps=plan.recomputed_steps,
+        request=plan.request,
         target=plan.saved_state_for(plan.source_node),
     )
 

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elastic_resume.errors import NoValidCheckpointError
+from elastic_resume.milestone import Milestone, Version
 
 MEMORY, DISK = "memory", "disk"
+ASIDE = "aside"
 MAX_CHAIN_NODES = 16
 
 
@@ -29,7 +32,8 @@ class SavedState:
 
     ``owner_node`` is the node whose directory or memory holds it. ``nbytes`` is its size in bytes. ``epoch``
     distinguishes two states of an epoch's last step: one before and one after the end-of-epoch code ran.
-    ``step_in_epoch`` is 0 at the beginning of an epoch.
+    ``step_in_epoch`` is 0 at the beginning of an epoch. The last three: see `Manifest`, and
+    `milestone.Milestone`.
     """
 
     owner_node: str
@@ -40,9 +44,12 @@ class SavedState:
     nbytes: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
+    milestones: tuple[Milestone, ...] = ()
+    resume_from: str = ""
+    went_back_to: tuple[int, ...] = ()
 
     @property
-    def version(self) -> tuple[int, int]:
+    def version(self) -> Version:
         """Return the key that orders saved states: (generation, step)."""
         return (self.generation, self.step)
 
@@ -51,7 +58,8 @@ class SavedState:
 class RejectedState:
     """A saved state that exists and must not be loaded, with the reason.
 
-    ``kind`` is the kind of the CheckpointError, or "aside" if the checkpoint is in quarantine.
+    ``kind`` is the kind of the CheckpointError, or `ASIDE` if the checkpoint is in quarantine. ``milestones``
+    are names.
     """
 
     node: str
@@ -59,6 +67,7 @@ class RejectedState:
     reason: str
     version: tuple[int, int] = (0, 0)  # (generation, step) by its name; (0, 0) if unreadable
     kind: str = "corrupt"
+    milestones: tuple[str, ...] = ()
 
     @property
     def blocks_older(self) -> bool:
@@ -71,9 +80,10 @@ class Inventory:
     """The saved states of one node, and what it knows of earlier generations.
 
     ``committed_generation`` is the newest generation that had a checkpoint on this node, even if it has been
-    deleted. ``has_restarted`` and ``command`` (script and arguments of the last start) are for messages only.
-    The last three are for `proof`: whether the node wants one, with any number of ranks too, and the version
-    of the newest state that was to be computed again.
+    deleted. ``resume_from`` is its request to go back; see `going_back`. ``has_restarted`` and ``command``
+    (script and arguments of the last start) are for messages only. The last three are for `proof`: whether
+    the node wants one, with any number of ranks too, and the version of the newest state that was to be
+    computed again.
     """
 
     node: str
@@ -82,6 +92,7 @@ class Inventory:
     rejected: tuple[RejectedState, ...] = ()
     generation: int = 0
     committed_generation: int = 0
+    resume_from: str = ""
     last_step: int = 0  # newest step that the node's workers finished, in last_generation
     last_generation: int = 0
     last_world_size: int | None = None
@@ -100,6 +111,9 @@ class ResumePlan:
     maps node names to the state that each node reads; ``receiving_nodes`` get it sent. ``target`` is the
     newest state, if the generation starts from an earlier one and computes it again; see `proof`.
     ``unproved`` says why it does not, though a proof is wanted.
+
+    ``request`` is the user's request to go back; if ``goes_back``, it is done now, and ``given_up_steps`` are
+    not lost but left. ``resume_from`` and ``went_back_to`` are written into each state from now on.
     """
 
     kind: str
@@ -115,6 +129,16 @@ class ResumePlan:
     previous_world_size: int | None = None
     target: SavedState | None = None
     unproved: str = ""
+    request: str = ""
+    goes_back: bool = False
+    given_up_steps: int = 0
+    resume_from: str = ""
+    went_back_to: tuple[int, ...] = ()
+
+    @property
+    def history(self) -> dict[str, Any]:
+        """Return the fields of each manifest of this generation that name the request it descends from."""
+        return {"resume_from": self.resume_from, "went_back_to": self.went_back_to}
 
     @property
     def version(self) -> tuple[int, int]:
@@ -204,12 +228,14 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
             )
         plan = ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].local_leader_rank)
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
+    # A node that was absent since an older generation knows steps of a history that may be abandoned.
+    lived_step = lived.last_step if lived.last_generation >= plan.source_generation else 0
     return replace(
         plan,
         generation=1 + _newest_known_generation(nodes),
         # Rejected states that are older than the chosen one would not have been used anyway.
         rejected=tuple(dict.fromkeys(r for i in nodes for r in i.rejected if r.version >= plan.version)),
-        recomputed_steps=max(0, lived.last_step - plan.step),
+        recomputed_steps=max(0, lived_step - plan.step),
         previous_world_size=lived.last_world_size,
     )
 
@@ -243,6 +269,8 @@ def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
         source_generation=newest[0][0],
         holders=tuple(held.items()),
         receiving_nodes=tuple(node.node for node in nodes if node.node not in held),
+        resume_from=held[source.node].resume_from,
+        went_back_to=held[source.node].went_back_to,
     )
 
 
@@ -298,6 +326,13 @@ def reject_saved_state(
         saved_states=tuple(kept for kept in inventory.saved_states if kept != saved_state),
         rejected=(
             *inventory.rejected,
-            RejectedState(saved_state.owner_node, name, reason, saved_state.version, kind),
+            RejectedState(
+                saved_state.owner_node,
+                name,
+                reason,
+                saved_state.version,
+                kind,
+                tuple(label.name for label in saved_state.milestones),
+            ),
         ),
     )

@@ -19,10 +19,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason
+from elastic_resume.checkpoint.catalog import (
+    Catalog,
+    CatalogEntry,
+    choose_milestones,
+    read_quarantine_reason,
+)
 from elastic_resume.checkpoint.reader import map_image, parse_checkpoint_name, quick_check
 from elastic_resume.console import show_progress
 from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
+from elastic_resume.milestone import Milestone
 from elastic_resume.report.formatting import (
     format_bytes,
     format_count,
@@ -184,6 +190,7 @@ class CheckpointEntry:
     world_size: int | None = None
     bytes: int | None = None
     written_at: float | None = None
+    milestones: tuple[Milestone, ...] = ()
 
 
 def list_checkpoints(found: FoundPath, *, deep: bool = False) -> Iterator[CheckpointEntry]:
@@ -234,9 +241,12 @@ def _list_node(node_dir: FoundNodeDir, deep: bool) -> Iterator[CheckpointEntry]:
     catalog = Catalog(node_dir.path, node_dir.run_id)
     reading = node_dir.path
     try:
-        for entry in catalog.list_entries():
+        entries = catalog.list_entries()
+        milestones = choose_milestones(entries)
+        for entry in entries:
             checked = _check(entry, node_dir.run_id, deep=True) if deep and entry.error is None else entry
-            yield _make_entry(checked, run_id, node_dir.node)
+            found = _make_entry(checked, run_id, node_dir.node)
+            yield replace(found, milestones=milestones.get(entry.path, ()))
         reading = node_dir.path / constants.QUARANTINE_DIR
         quarantined = catalog.list_quarantined()
     except (ElasticResumeError, OSError) as error:
@@ -295,7 +305,8 @@ def _describe_problem(error: object, path: Path) -> str:
 
 def _table_row(entry: CheckpointEntry, now: float) -> tuple[str, ...]:
     age_s = None if entry.written_at is None else max(0.0, now - entry.written_at)
-    state = {VALID: "yes", BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
+    names = "".join(f", milestone {_format_milestone(milestone)}" for milestone in entry.milestones)
+    state = {VALID: f"yes{names}", BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
     figures = (entry.generation, entry.step, entry.world_size)
     return (
         entry.node,
@@ -304,6 +315,10 @@ def _table_row(entry: CheckpointEntry, now: float) -> tuple[str, ...]:
         format_seconds(age_s),
         state[entry.state],
     )
+
+
+def _format_milestone(milestone: Milestone) -> str:
+    return milestone.name if milestone.metric is None else f"{milestone.name} {milestone.metric:.6g}"
 
 
 def _directory_bytes(path: Path) -> int | None:

@@ -92,7 +92,8 @@ class GenerationRow:
 
     ``start_step`` was finished before it. It ran ``first_step`` to ``last_step``; both are None if it ran
     no step or that is unknown. ``detected_t`` is the first sign of its end. ``recomputed_steps`` and
-    ``recovery_s`` are the cost of its end, known once workers have resumed again.
+    ``recovery_s`` are the cost of its end, known once workers have resumed again. ``resume_from`` is the
+    request by which it went back and gave up ``given_up_steps``, which are not lost: they count nowhere else.
     """
 
     number: int
@@ -111,6 +112,8 @@ class GenerationRow:
     detected_t: float | None
     recomputed_steps: int | None
     recovery_s: float | None
+    resume_from: str = ""
+    given_up_steps: int = 0
 
     @property
     def failure_recovery_s(self) -> float | None:
@@ -196,12 +199,21 @@ class _GenerationRecord:
     def kept_step(self) -> int | None:
         """The step up to which nothing was lost; steps up to it may be computed again on purpose."""
         target = self.resume.get_count("proves_step") if self.resume else None
+        if self.start_step is not None and self.given_up_steps:  # the user has asked to go back
+            return self.start_step + self.given_up_steps
         return self.start_step if target is None else target
+
+    @property
+    def given_up_steps(self) -> int:
+        """The steps that it left behind, because the user asked to go back."""
+        return (self.resume.get_count("given_up_steps") if self.resume else None) or 0
 
     @property
     def previous_last_step(self) -> int | None:
         """The last step of the previous generation, as the resume event gives it."""
         recomputed = self.resume.get_count("recomputed_steps") if self.resume else None
+        if self.given_up_steps:  # the previous one may have gone back too, and been killed before a step
+            return None
         return None if recomputed is None or self.kept_step is None else self.kept_step + recomputed
 
     def record(self, event: ParsedEvent, max_failure_events: int) -> None:
@@ -381,6 +393,8 @@ def _build_generation(
         detected_t=detected_t,
         recomputed_steps=recomputed,
         recovery_s=recovery_s,
+        resume_from=resume.get_text("resume_from") if resume else "",
+        given_up_steps=record.given_up_steps,
     )
 
 

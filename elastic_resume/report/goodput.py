@@ -231,8 +231,9 @@ def slice_time(
             writer.add_until(RECOMPUTED, times.last_step_t, row.number)
         if row.end.kind == "finished":
             writer.add_until(PRODUCTIVE, times.end_t, row.number)
-            return writer.cut_at(times.end_t)
-        if row.end.kind == "open":
+            if times is generation_times[-1]:  # else it was started again, and trained more
+                return writer.cut_at(times.end_t)
+        elif row.end.kind == "open":
             writer.add_until(PRODUCTIVE, max(event_times), row.number)
         elif times.detected_t is not None and times.last_step_t is not None:
             writer.add_until(INTERRUPTED, min(times.detected_t, times.last_step_t + step_s), row.number)
@@ -270,12 +271,14 @@ def measure_downtimes(
 
 
 def _last_kept_steps(history: RunHistory) -> list[int]:
-    """Return, for each generation, the last of its steps that no later generation ran again."""
+    """Return, for each generation, the last of its steps that a failure did not lose."""
     limit = 1 << 62
     kept = []
     for row in reversed(history.generations):
         kept.append(min(limit, row.last_step if row.last_step is not None else 0))
-        if row.start_step is not None:
+        if row.resume_from and row.start_step is not None:  # what came before was not lost, but given up
+            limit = row.start_step + row.given_up_steps
+        elif row.start_step is not None:
             limit = min(limit, row.start_step)
     return kept[::-1]
 

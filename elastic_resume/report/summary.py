@@ -429,6 +429,11 @@ def describe_details(generation: GenerationRow) -> list[str]:
     if others:
         more = f"; and {len(others) - MAX_OTHERS} more" if len(others) > MAX_OTHERS else ""
         details.append(f"also {'; '.join(others[:MAX_OTHERS])}{more}")
+    if generation.resume_from:
+        details.append(
+            f"went back to step {generation.start_step}, as --resume-from {generation.resume_from} "
+            f"requested; {format_count(generation.given_up_steps, 'newer step')} given up"
+        )
     if generation.receiving_nodes:
         receivers = fold_node_names(generation.receiving_nodes, 40)
         details.append(f"{generation.source_node} sent its state to {receivers}")

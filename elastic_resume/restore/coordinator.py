@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_resume import failpoints
+from elastic_resume.checkpoint.catalog import choose_milestones
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.shards import shard_index
@@ -45,8 +46,8 @@ from elastic_resume.errors import (
     OtherRankFailedError,
     UntrackableError,
 )
-from elastic_resume.policy import proof, reasons, resume_plan
-from elastic_resume.policy.resume_plan import Inventory, ResumePlan
+from elastic_resume.policy import going_back, proof, reasons, resume_plan
+from elastic_resume.policy.resume_plan import DISK, Inventory, ResumePlan, SavedState
 from elastic_resume.proof import record
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
@@ -92,6 +93,7 @@ class ResumeResult:
     duration_s: float
     on_disk: bool = False  # the node's own disk holds the fully verified state
     earlier_command: tuple[str, ...] | None = None
+    abandoned: tuple[SavedState, ...] = ()  # on this node's disk: see `move_abandoned_aside`
 
     @property
     def committed_step(self) -> int:
@@ -167,7 +169,15 @@ def restore(
         )
     manifest, nodes = loaded.manifest if loaded is not None else None, tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
-    return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)
+    abandoned = tuple(
+        state
+        for each in inventories
+        for state in each.saved_states
+        if context.is_local_leader
+        and (each.node, state.owner_node, state.tier) == (context.node, context.node, DISK)
+        and going_back.is_abandoned(state, plan)
+    )
+    return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command, abandoned)
 
 
 def _record_generation(context: RankContext, node_dir: NodeDir, generation: int, *, on_disk: bool) -> bool:
@@ -183,6 +193,26 @@ def _record_generation(context: RankContext, node_dir: NodeDir, generation: int,
 
     _, on_disks = context.run_and_gather(persist_generation)
     return bool(on_disks[context.local_leader_by_node[context.node]])
+
+
+def move_abandoned_aside(context: RankContext, result: ResumeResult) -> None:
+    """Move the checkpoints of this node to quarantine that are newer than where the job went back to.
+
+    They would be pruned, or count as milestones. A failing disk keeps them; they never win by their order.
+    """
+    for state in result.abandoned:
+        path = context.checkpoint_path(state)
+        if path.is_symlink() or not path.exists():
+            continue
+        failpoints.hit("going-back.move-aside")
+        reason = going_back.describe_abandoned(result.plan)
+        try:
+            kept = context.catalog.quarantine(path, reason)
+            context.events.emit("moved-aside", path=str(kept), reason=reason)
+        except MachineError as error:
+            logger.warning(
+                f"node {context.node}: {path.name} stays in place, and is never resumed from: {error}"
+            )
 
 
 def _check_shards(context: RankContext, tracked: Mapping[str, Any]) -> None:
@@ -231,7 +261,9 @@ def _check_disk_space(
     The error prevents a cold start only. A job with saved state continues: that state may be in memory alone.
     """
     size = estimate_state_bytes(flat, tracked)
-    present = sum(not entry.is_link for entry in context.catalog.list_entries())
+    entries = context.catalog.list_entries()
+    milestones = choose_milestones(entries)
+    present = sum(not entry.is_link and entry.path not in milestones for entry in entries)
     try:
         node_dir.ensure_free_space(size * max(1, context.settings.keep + 1 - present))
     except MachineError as error:

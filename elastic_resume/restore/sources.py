@@ -11,15 +11,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from elastic_resume.checkpoint import node_dir, reader
-from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
+from elastic_resume.checkpoint.catalog import (
+    MAX_ENTRIES,
+    Catalog,
+    CatalogEntry,
+    read_milestones,
+    read_quarantine_reason,
+    scan_run,
+)
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.errors import CheckpointError, ForeignError, UnreadableError
-from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, RejectedState, SavedState
+from elastic_resume.policy.resume_plan import ASIDE, DISK, MEMORY, Inventory, RejectedState, SavedState
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
@@ -28,7 +36,8 @@ from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.slots.slot_memory import Slot
 
-MAX_LISTED_STATES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
+# Limit per directory, newest first. Older ones matter after 64 corrupt ones, or if the user asks for one.
+MAX_LISTED_STATES = 64
 
 
 @dataclass(frozen=True)
@@ -164,15 +173,18 @@ class DiskSource:
             if entry.is_damaged:
                 context.quarantine(entry.path, str(entry.error))
         entries_by_owner = {context.node: context.catalog.list_entries()}
-        visible = scan_run(context.run_dir, context.settings.run_id) if context.collectives.rank == 0 else {}
+        limit = MAX_LISTED_STATES if context.settings.resume_from is None else MAX_ENTRIES
+        is_first, run_id = context.collectives.rank == 0, context.settings.run_id
+        visible = scan_run(context.run_dir, run_id, limit) if is_first else {}
         if context.settings.resume != "never":
             entries_by_owner = visible | entries_by_owner
         saved_states: list[SavedState] = []
         rejected: list[RejectedState] = []
         for owner, entries in entries_by_owner.items():
-            listed = entries[:MAX_LISTED_STATES]
-            valid = [entry.manifest for entry in listed if entry.manifest is not None and entry.error is None]
-            saved_states += [to_saved_state(owner, manifest) for manifest in valid]
+            for entry in entries[:limit]:
+                if entry.manifest is not None and entry.error is None:
+                    state = to_saved_state(owner, entry.manifest)
+                    saved_states.append(replace(state, milestones=entry.milestones))
             rejected += self._list_rejected(owner, entries)
         seen = [
             e.generation for each in visible.values() for e in each if not isinstance(e.error, ForeignError)
@@ -211,15 +223,27 @@ class DiskSource:
 
     def _list_rejected(self, owner_node: str, entries: Sequence[CatalogEntry]) -> list[RejectedState]:
         rejected = [
-            RejectedState(owner_node, entry.path.name, str(entry.error), entry.version, entry.error.kind)
+            RejectedState(
+                owner_node,
+                entry.path.name,
+                str(entry.error),
+                entry.version,
+                entry.error.kind,
+                _read_milestone_names(entry.path),
+            )
             for entry in entries
             if entry.error is not None
         ]
         for path in Catalog(self._context.run_dir / owner_node, None).list_quarantined():
             version = reader.parse_checkpoint_name(path.name.split(".")[0]) or (0, 0)
             reason = read_quarantine_reason(path)
-            rejected.append(RejectedState(owner_node, path.name, reason, version, "aside"))
+            names = _read_milestone_names(path)
+            rejected.append(RejectedState(owner_node, path.name, reason, version, ASIDE, names))
         return rejected
+
+
+def _read_milestone_names(path: Path) -> tuple[str, ...]:
+    return tuple(label.name for label in read_milestones(path))
 
 
 def take_inventory(
@@ -241,6 +265,7 @@ def take_inventory(
         saved_states=tuple(state for each in listings for state in each.saved_states),
         rejected=tuple(state for each in listings for state in each.rejected),
         generation=max(known),
+        resume_from=context.settings.resume_from or "",
         committed_generation=node_dir.read_committed_generation(context.node_dir),
         last_step=last_step,
         last_generation=last_generation,
@@ -284,4 +309,6 @@ def to_saved_state(owner_node: str, manifest: Manifest, tier: str = DISK) -> Sav
         manifest.file_bytes,
         position.epoch,
         position.step_in_epoch,
+        resume_from=manifest.resume_from,
+        went_back_to=manifest.went_back_to,
     )

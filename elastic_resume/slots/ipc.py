@@ -409,6 +409,8 @@ def _encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
         "writer": manifest.writer,
         "rank0_tensors": list(manifest.rank0_tensors),
         "state": manifest.state,
+        "resume_from": manifest.resume_from,
+        "went_back_to": list(manifest.went_back_to),
     }
     dynamic = slot_memory.dynamic_metadata(manifest.generation, manifest.position, manifest.written_at, {})
     return slot_memory.encode_metadata(static), slot_memory.encode_metadata(dynamic)

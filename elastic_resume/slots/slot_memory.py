@@ -5,7 +5,7 @@ map. It describes itself:
 
     [0, image_bytes)   the image: byte for byte the safetensors file of a checkpoint
     static             JSON that changes with the layout only: run_id, node, rank, world_size, writer,
-                       rank0_tensors, and the constant part of the state
+                       rank0_tensors, resume_from, went_back_to, and the constant part of the state
     dynamic            JSON of this snapshot: generation, position, written_at, and the rest of the state
 
 `Slot.read_snapshot` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
@@ -549,6 +549,7 @@ def _build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest
         fields |= dynamic_fields | {"state": state, "file_bytes": image_bytes}
         fields["position"] = Position(**fields["position"])
         fields["rank0_tensors"] = tuple(fields["rank0_tensors"])
+        fields["went_back_to"] = tuple(fields.get("went_back_to", ()))
         return Manifest(**fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"snapshot: its metadata is invalid ({error!r}).") from error

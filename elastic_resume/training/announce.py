@@ -58,6 +58,8 @@ def resume_event_fields(result: ResumeResult, position: Position, world_size: in
             for r in plan.rejected
         ],
         "recomputed_steps": plan.recomputed_steps,
+        "resume_from": plan.request if plan.goes_back else None,
+        "given_up_steps": plan.given_up_steps,
         "seconds": round(result.duration_s, 3),
     }
 
@@ -137,6 +139,17 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         lost += f"; {again} will be computed again to prove the resume (--prove)"
     if plan.unproved:
         lost += f"; {plan.unproved}, so a later resume will be proved (--prove)"
+    if plan.goes_back:
+        lost = (
+            f"; went back, as --resume-from {plan.request} requests: "
+            f"{format_count(plan.given_up_steps, 'newer step')} given up; their checkpoints move to "
+            "quarantine"
+        )
+    elif plan.request and result.earlier_command is not None:
+        lost += (
+            f"; --resume-from {plan.request} was done before, so it goes on from the newest state (to go "
+            f"back once more, name a checkpoint, such as g{plan.source_generation}-s{plan.step})"
+        )
     old_world_size = plan.previous_world_size
     world = f"{format_count(world_size, 'rank')} on {format_count(len(result.nodes), 'node')}"
     if old_world_size not in {None, world_size}:

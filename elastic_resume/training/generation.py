@@ -27,8 +27,9 @@ from elastic_resume.data.dataset_digest import digest_dataset
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
-from elastic_resume.errors import ElasticResumeError
+from elastic_resume.errors import ElasticResumeError, MachineError
 from elastic_resume.mechanisms.registry import make_step_observers
+from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
@@ -201,6 +202,27 @@ class Generation:
         self.random_numbers.start_at(position.step)
         if self.rank == 0:
             announce.log_start(result, context, position, world_change=self.progress.world_change)
+        self._leave_abandoned_history(result)  # after the event: a kill meanwhile is no loss of these steps
+
+    def _leave_abandoned_history(self, result: ResumeResult) -> None:
+        """Let the history win to which the job goes back, and move what is newer aside on each node.
+
+        The state is committed at once, under this generation: whatever dies from then on, no older generation
+        has a newer one, and the request counts as done. A kill before that repeats it.
+        """
+        if not self.plan.goes_back:
+            coordinator.move_abandoned_aside(self.context, result)  # of a node that was absent then
+            return
+        failpoints.hit("going-back.before-commit")
+        path: Path | None = None
+        if self.context.is_local_leader or self.snapshot_scheduler.is_sharded:
+            # The position as it was loaded: the script's work after an epoch's last step may be still to do.
+            with self.heartbeat.busy():
+                path = self.snapshot_scheduler.commit(self.progress.position, of_this_generation=True)
+        failpoints.hit("going-back.after-commit")
+        if path is not None:  # else the disk has refused, which is logged
+            coordinator.move_abandoned_aside(self.context, result)
+        self.context.run_on_all_ranks(lambda: None)  # no rank trains before all nodes have tried
 
     @property
     def number(self) -> int:
@@ -279,8 +301,8 @@ class Generation:
 
     # ---- saving --------------------------------------------------------------------------------------
 
-    def save(self) -> Path | None:
-        """Commit the state now: see `Run.save`."""
+    def save(self, milestone: Milestone | None = None) -> Path | None:
+        """Commit the state now, as a milestone if one is given: see `Run.save`."""
         if not (self.context.is_local_leader or self.snapshot_scheduler.is_sharded):
             return None
         if self.replay is not None:  # a newer state is saved, and this one may prove wrong
@@ -288,7 +310,24 @@ class Generation:
         position, is_epoch_over = self.progress.position_to_resume_from()
         self.snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
         with self.heartbeat.busy():
-            return self.snapshot_scheduler.commit(position, is_epoch_over=is_epoch_over)
+            path = self.snapshot_scheduler.commit(
+                position, is_epoch_over=is_epoch_over, of_this_generation=milestone is not None
+            )
+            if milestone is not None and path is not None:
+                self._add_milestone(path, milestone)
+            return path
+
+    def _add_milestone(self, path: Path, milestone: Milestone) -> None:
+        failpoints.hit("milestone.committed")
+        try:
+            self.context.catalog.add_milestone(path, milestone)
+        except MachineError as error:
+            logger.warning(
+                f"node {self.context.node}: {path.name} is saved, and is no milestone "
+                f"{milestone.name!r}: {error} It goes when --keep newer ones exist."
+            )
+            return
+        self.emit("milestone", name=milestone.name, metric=milestone.metric, path=str(path))
 
     def end_replay(self) -> None:
         """End the proof of a resume where the script ends."""

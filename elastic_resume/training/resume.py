@@ -88,6 +88,7 @@ def resume(
     snapshot_every: str | int | None = None,
     keep: int | None = None,
     resume: Literal["auto", "must", "never"] | None = None,
+    resume_from: str | int | None = None,
     seed: int | None = None,
     rng: Literal["derived", "off"] = "derived",
     on_world_change: Literal["keep_global_batch", "keep_local_batch", "error"] | None = None,
@@ -126,6 +127,10 @@ def resume(
         keep: how many checkpoints each node keeps, at least 2.
         resume: "auto", "must" or "never". "never" moves an earlier run of this name to ``RUN_ID.old-N``;
             under ``elastic-resume run`` give it to the command.
+        resume_from: go back to an earlier state, once: a step (500), a milestone of `Run.save` ("best": the
+            greatest metric, else the newest of that name), "latest" (the newest milestone) or a checkpoint
+            ("g4-s500": generation 4, step 500). Newer states are moved to quarantine and never win again. A
+            restart with the same value goes on from there.
         seed: the seed from which random numbers are derived, with rank and step. The default is rank 0's
             ``torch.manual_seed`` at the first start; it stays the same over restarts.
         rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
@@ -172,6 +177,7 @@ def resume(
             snapshot_every=snapshot_every,
             keep=keep,
             resume=resume,
+            resume_from=resume_from,
         )
         objects["data"] = data if batches is None else batches
         tracked = state_dict.collect_objects({**objects, **(track or {})})

@@ -37,6 +37,7 @@ from elastic_resume.state import state_dict
 from elastic_resume.training import announce, ddp, hsdp, worker_exit
 from elastic_resume.training.generation import Generation, RunArguments, open_context
 from elastic_resume.training.heartbeat import BUSY_LIMIT_S
+from elastic_resume.training.milestones import make_milestone
 from elastic_resume.training.restartable import (
     Interrupter,
     RestartableCall,
@@ -430,7 +431,7 @@ class Run:
         if self._open is not None:  # else nothing would read the request
             self._open.drain_request.install_handler()
 
-    def save(self) -> Path | None:
+    def save(self, milestone: str | None = None, metric: float | None = None) -> Path | None:
         """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.
 
         Call it at a step boundary, on every rank if the model is sharded; after an epoch's last batch when
@@ -439,7 +440,19 @@ class Run:
 
         In a loop over `er.epochs` or `er.steps` it ends the step. So call it there on all ranks, after all
         that belongs to the step, such as ``scheduler.step()``.
+
+        Args:
+            milestone: a name, by which ``--resume-from`` finds this checkpoint: 1 to 64 letters, digits, '.',
+                '_' and '-'. The checkpoint is kept beside those of ``--keep``. Call it on all ranks, so that
+                every node keeps it.
+            metric: a number, the same on all ranks. Of the checkpoints of this name only the one with the
+                greatest is kept: ``run.save(milestone="best", metric=-loss)``.
+
+        Raises:
+            UsageError: the name or the metric has a wrong form.
+
         """
+        label = make_milestone(milestone, metric, self._generation.progress.position.step)
         self._script_hooks.run()  # the state must include the hooks' changes for this world
         if self._step_counter is not None and self._step_counter.is_broken:
             logger.warning("run.save() within a step, while an exception is being handled: nothing is saved.")
@@ -447,7 +460,7 @@ class Run:
         if self._step_counter is not None:
             self._step_counter.end_step(must_decide=True)
             self._step_counter.note_save()
-        return self._generation.save()
+        return self._generation.save(label)
 
     def assert_ranks_equal(self) -> None:
         """Check that all ranks hold the same state, bit for bit.

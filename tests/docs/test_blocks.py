@@ -65,6 +65,7 @@ NOT_RUN = (
     ("sky (jobs|volumes) ", "sh", "needs SkyPilot"),
     ("ssh |systemctl ", "sh", "needs another machine"),
     ("preemption-notice|PREEMPTION_NOTICE", "sh", "asks a cloud; unit/mechanisms/preemption"),
+    ("--resume-from", "sh", "integration/test_going_back.py goes back, to a milestone"),
     ("elastic-resume chaos", "sh", "integration/test_chaos.py runs it, for a minute"),
     ("elastic-resume rehearse", "sh", "integration/test_rehearsal.py runs it, for a minute"),
     ("elastic-resume status", "sh", "runs until it is interrupted; integration/test_status.py"),

@@ -20,7 +20,7 @@ from tests.support.paths import SCRIPTS
 pytestmark = pytest.mark.cluster
 
 PROBE = SCRIPTS / "probe.py"
-NEWER = '{"kind":"elastic_resume checkpoint","format":3}'
+NEWER = '{"kind":"elastic_resume checkpoint","format":99}'
 
 
 def environments(ckpt: Path, *nodes: str, **env: str) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ LAYERS = """
     constants errors bytecode linux local_socket shared_page
     units option events background
     console machine gpus
-    failpoints
+    failpoints milestone
     policy
     schedulers
     checkpoint

@@ -375,6 +375,7 @@ def test_job_within_a_worker_forgets_the_agent_around_it() -> None:
         "ELASTIC_RESUME_COMMITTER": "x",
         "ELASTIC_RESUME_SUPERVISOR_FD": "3",
         "ELASTIC_RESUME_LOCAL_RANK": "1",
+        "ELASTIC_RESUME_RESUME_FROM": "best",  # of the outer job's checkpoints
         "PATH": "/bin",
     }
     environ = dict(outer)

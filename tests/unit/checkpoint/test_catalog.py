@@ -13,9 +13,10 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import Disk, temporary_name
-from elastic_resume.checkpoint.catalog import Catalog, read_quarantine_reason, scan_run
+from elastic_resume.checkpoint.catalog import Catalog, read_milestones, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.errors import CorruptError, ForeignError, TornError, UnreadableError
+from elastic_resume.milestone import Milestone
 from tests.support.checkpoint_samples import RUN, flip_bits, make_image, save_checkpoint
 
 
@@ -64,6 +65,28 @@ def test_prune_keeps_newest_valid_checkpoints(tmp_path: Path) -> None:
     assert catalog.prune(2) == []
     with pytest.raises(ValueError, match="at least 2"):
         catalog.prune(1)
+
+
+def test_prune_keeps_milestones_and_does_not_count_them(tmp_path: Path) -> None:
+    """Of those with a metric the best. Names that cannot be read keep their checkpoint."""
+    catalog = Catalog(tmp_path, RUN)
+    paths = {step: save_checkpoint(tmp_path, 1, step) for step in range(1, 9)}
+    for step, name, metric in ((1, "eval", None), (2, "best", 0.5), (3, "best", 0.25), (7, "eval", None)):
+        catalog.add_milestone(paths[step], Milestone(name, metric))
+    catalog.add_milestone(paths[1], Milestone("eval", None))
+    catalog.add_milestone(paths[2], Milestone("other", 1.0))
+    (paths[4] / constants.MILESTONES_FILE).write_text("torn")
+    assert names(catalog.prune(2)) == [checkpoint_name(1, step) for step in (5, 3)]
+    kept = {entry.step: entry.milestones for entry in catalog.list_valid()}
+    assert kept == {
+        8: (),
+        7: (Milestone("eval"),),
+        6: (),
+        4: (Milestone("?"),),
+        2: (Milestone("best", 0.5), Milestone("other", 1.0)),
+        1: (Milestone("eval"),),
+    }
+    assert read_milestones(catalog.quarantine(paths[1], "x")) == (Milestone("eval"),)
 
 
 def test_prune_ignores_unknown_files(tmp_path: Path) -> None:
@@ -253,7 +276,7 @@ def test_unreadable_and_foreign_checkpoints_are_not_damaged(
     save_checkpoint(tmp_path, 1, 1)
     assert [entry.is_damaged for entry in Catalog(tmp_path, "other").list_entries()] == [False]
     newer = save_checkpoint(tmp_path, 1, 2) / constants.MANIFEST_FILE
-    newer.write_text('{"kind":"elastic_resume checkpoint","format":3}')
+    newer.write_text('{"kind":"elastic_resume checkpoint","format":99}')
     (save_checkpoint(tmp_path, 1, 3) / constants.STATE_FILE).unlink()
     (save_checkpoint(tmp_path, 1, 4) / constants.MANIFEST_FILE).write_text("rubbish")
     damaged = {entry.step: entry.is_damaged for entry in Catalog(tmp_path, RUN).list_entries()}

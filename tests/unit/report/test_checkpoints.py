@@ -19,6 +19,7 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.cli import main
 from elastic_resume.errors import UsageError
 from elastic_resume.events import EventLog
+from elastic_resume.milestone import Milestone
 from elastic_resume.report import checkpoints
 from elastic_resume.report.formatting import WIDTH
 from tests.support import checkpoint_samples
@@ -37,6 +38,14 @@ def root(tmp_path: Path) -> Path:
             checkpoint_samples.save_checkpoint(base / RUN / node, step=step)
     os.truncate(base / RUN / "node-a" / "g000001-s0000000015" / constants.STATE_FILE, 7)
     return base
+
+
+def test_ls_names_milestones_that_count(root: Path) -> None:
+    """The one with the lesser metric is kept by --keep alone."""
+    catalog = Catalog(root / RUN / "node-a", RUN)
+    for step, label in ((5, Milestone("best", 0.75)), (10, Milestone("best", 0.5)), (5, Milestone("eval"))):
+        catalog.add_milestone(catalog.list_valid()[step == 5].path, label)
+    assert [row[6] for row in listed(root)[3:5]] == ["yes", "yes, milestone best 0.75, milestone eval"]
 
 
 def listed(path: Path) -> list[list[str]]:

@@ -37,6 +37,49 @@ def test_goodput_parts_of_killed_run() -> None:
     )
 
 
+def test_steps_given_up_on_request_are_not_lost_to_a_failure() -> None:
+    """The job goes back from step 10 to 4; a later failure costs its own two steps."""
+    job = run_steps(*range(1, 11))
+    job.finish(111, 10)
+    begin_at(job, 121, 124, 4, seconds=1.0, resume_from="best", given_up_steps=6)
+    record_steps(job, 125, *range(5, 9))
+    job.exit(128.5, 1, signal="SIGKILL")
+    job.stop(128.8, 0, 2)
+    begin_at(job, 129, 132, 6, seconds=1.0, recomputed_steps=2)
+    record_steps(job, 133, *range(7, 11))
+    job.finish(137, 10)
+    report = summary.build_run_report(job.events)
+    rows = report.history.generations
+    assert [(row.recomputed_steps, row.resume_from, row.given_up_steps) for row in rows] == [
+        (0, "", 0),
+        (2, "best", 6),
+        (None, "", 0),
+    ]
+    assert report.goodput.recomputed_s == 2.0
+    assert report.goodput.productive_s >= 10.0 + 2.0 + 4.0
+    note = "went back to step 4, as --resume-from best requested; 6 newer steps given up"
+    assert f"generation 2: {note}" in summary.format_text(report).replace("\n  ", " ")
+
+
+def test_way_back_that_is_interrupted_and_repeated_loses_no_step() -> None:
+    """The generation that was killed before its first step ran none."""
+    job = run_steps(*range(1, 11))
+    job.stop(111, 0, 1, 2)
+    for formed_t in (121, 131):
+        begin_at(job, formed_t, formed_t + 3, 4, seconds=1.0, resume_from="best", given_up_steps=6)
+        if formed_t == 121:
+            job.exit(125, 1, signal="SIGKILL")
+            job.stop(125.2, 0, 2)
+    record_steps(job, 135, *range(5, 11))
+    job.finish(141, 10)
+    rows = summary.build_run_report(job.events).history.generations
+    assert [(row.first_step, row.last_step, row.recomputed_steps) for row in rows] == [
+        (1, 10, 0),
+        (None, 4, 0),
+        (5, 10, None),
+    ]
+
+
 def test_downtime_is_what_a_failure_costs() -> None:
     """From the kill to the next first step, and two steps and a half that were lost; a step is no loss."""
     report = summary.build_run_report(killed().events)

@@ -42,7 +42,7 @@ from tests.support.checkpoint_samples import (
     save_checkpoint,
 )
 
-NEWER = '{"kind":"elastic_resume checkpoint","format":3}'
+NEWER = '{"kind":"elastic_resume checkpoint","format":99}'
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_inventory_quarantines_checkpoint_without_state_file(node: Path) -> None
 def test_newer_format_stops_job_and_stays_in_place(node: Path) -> None:
     """The older checkpoint is not restored instead."""
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
-    with pytest.raises(NoValidCheckpointError, match=r"format 3.*Upgrade"):
+    with pytest.raises(NoValidCheckpointError, match=r"format 99.*Upgrade"):
         plan_resume(node)
     assert (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).read_text() == NEWER
     assert not (node / constants.QUARANTINE_DIR).exists()

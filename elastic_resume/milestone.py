@@ -1,0 +1,63 @@
+"""Name checkpoints that stay: what a label may be, and which of several with a metric counts.
+
+A checkpoint may have several milestones. `checkpoint.catalog` stores them beside its manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+LATEST = "latest"
+DAMAGED = "?"  # no label: the name of milestones whose file cannot be read, so that they stay
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_STEP = re.compile(r"[0-9]{1,15}")
+_VERSION = re.compile(r"g([0-9]{1,15})-s([0-9]{1,15})")
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """A name for a checkpoint. Of several with a metric only the one with the greatest counts."""
+
+    name: str
+    metric: float | None = None
+
+
+def is_name(text: str) -> bool:
+    """Return whether ``text`` can be a milestone's name: no step, no checkpoint's name, not "latest"."""
+    is_other = text == LATEST or _STEP.fullmatch(text) or parse_version(text)
+    return _NAME.fullmatch(text) is not None and not is_other
+
+
+def parse_step(text: str) -> int | None:
+    """Return the step that ``text`` names, or None."""
+    return int(text) if _STEP.fullmatch(text) else None
+
+
+def parse_version(text: str) -> Version | None:
+    """Return (generation, step) of a checkpoint's name such as g4-s500 or g000004-s0000000500, or None."""
+    found = _VERSION.fullmatch(text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def format_version(version: Version) -> str:
+    """Return the name of a checkpoint's directory."""
+    return f"g{version[0]:06d}-s{version[1]:010d}"
+
+
+def choose_kept(labels: Iterable[tuple[Version, Milestone]]) -> set[tuple[Version, Milestone]]:
+    """Return the milestones that count: all without a metric, and of each name the best.
+
+    The newest of several equal ones is the best.
+    """
+    kept, best = set(), dict[str, tuple[float, Version]]()
+    for version, milestone in labels:
+        if milestone.metric is None:
+            kept.add((version, milestone))
+        else:
+            found = (milestone.metric, version)
+            best[milestone.name] = max(found, best.get(milestone.name, found))
+    return kept | {(version, Milestone(name, metric)) for name, (metric, version) in best.items()}

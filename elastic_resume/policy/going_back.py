@@ -1,0 +1,179 @@
+"""Choose the earlier state to which a user's request goes back: `--resume-from`.
+
+A request names a step, a milestone, the newest milestone, or a checkpoint. It is done once, although each
+restart, requeue and rejoining node repeats it: every state written after it carries it, and so does what
+follows. If the newest state of all nodes descends from the same request, the job goes on from that state.
+
+Going back starts a new history under a greater generation, so it wins by order. States of the abandoned
+history that are newer than where it went back to never count again (`is_abandoned`), wherever they turn up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic_resume import milestone
+from elastic_resume.errors import ConfigError, NoValidCheckpointError
+from elastic_resume.milestone import LATEST, Milestone, Version
+from elastic_resume.policy import resume_plan
+from elastic_resume.policy.resume_plan import ASIDE, Inventory, RejectedState, ResumePlan, SavedState
+
+MAX_LISTED = 8  # states or nodes named in one error
+
+
+def parse_request(text: str) -> str | None:
+    """Return a request in its one form, or None if ``text`` is none."""
+    if (step := milestone.parse_step(text)) is not None:
+        return str(step)
+    if (version := milestone.parse_version(text)) is not None:
+        return milestone.format_version(version)
+    return text if text == LATEST or milestone.is_name(text) else None
+
+
+def parse_setting(setting: str, value: object) -> str:
+    """Parse the value of ``setting`` into a request."""
+    request = None if isinstance(value, bool) else parse_request(str(value))
+    if request is None:
+        raise ConfigError(
+            f"{setting} is {str(value)[:100]!r}: write a step (500), the name of a milestone (best), latest, "
+            "or a checkpoint's name (g4-s500)."
+        )
+    return request
+
+
+def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
+    """Plan to go on from the newest state, or to go back if a node requests it and it is not done.
+
+    Errors are those of `resume_plan.choose_resume_plan`, and:
+
+    Raises:
+        ConfigError: nodes request different states.
+        NoValidCheckpointError: no node has the requested state.
+
+    """
+    plan = resume_plan.choose_resume_plan(inventories, mode)
+    request = _find_request(inventories)
+    if not request:
+        return plan
+    newest = plan.saved_state_for(plan.source_node)
+    if newest is not None and newest.resume_from == request:
+        return replace(plan, request=request)
+    states = [state for node in inventories for state in node.saved_states]
+    if newest is not None and milestone.parse_version(request) is None:  # a checkpoint's name means just it
+        states = [state for state in states if not is_abandoned(state, newest)]
+    chosen = _find_state(states, request)
+    if chosen is None:
+        raise _make_missing_error(inventories, states, request)
+    moment = chosen.version, chosen.epoch
+    earlier = [
+        replace(
+            each,
+            saved_states=tuple(s for s in each.saved_states if (s.version, s.epoch) == moment),
+            rejected=(),
+        )
+        for each in inventories
+    ]
+    rejected = [
+        each
+        for node in inventories
+        for each in node.rejected
+        if each.kind != ASIDE and _is_meant(each, request)
+    ]
+    newest_step = max(plan.step + plan.recomputed_steps, chosen.step)
+    return replace(
+        resume_plan.choose_resume_plan(earlier, mode),
+        generation=plan.generation,
+        rejected=tuple(dict.fromkeys(rejected)),
+        recomputed_steps=0,
+        given_up_steps=newest_step - chosen.step,
+        previous_world_size=plan.previous_world_size,
+        request=request,
+        goes_back=True,
+        resume_from=request,
+        went_back_to=chosen.version,
+    )
+
+
+def is_abandoned(state: SavedState, newer: SavedState | ResumePlan) -> bool:
+    """Return whether the history of ``newer`` has gone back behind ``state``."""
+    is_behind = bool(newer.resume_from) and state.version > newer.went_back_to
+    return is_behind and (state.resume_from, state.went_back_to) != (newer.resume_from, newer.went_back_to)
+
+
+def describe_abandoned(plan: ResumePlan) -> str:
+    """Return why a state of the history that ``plan`` has left is moved aside."""
+    version = (plan.went_back_to[0], plan.went_back_to[1])
+    return (
+        f"newer than {milestone.format_version(version)}, to which --resume-from {plan.resume_from} went "
+        "back; to use it after all, move it into its node's directory and give its name to --resume-from"
+    )
+
+
+def _find_request(inventories: Sequence[Inventory]) -> str:
+    """Return the request of all nodes that have one."""
+    requests = {each.node: each.resume_from for each in inventories if each.resume_from}
+    if len(set(requests.values())) > 1:
+        shown = "; ".join(f"{node}: {request}" for node, request in sorted(requests.items())[:MAX_LISTED])
+        raise ConfigError(
+            f"--resume-from differs between nodes ({shown}). Give all nodes the same value, or one of them "
+            "alone."
+        )
+    return next(iter(requests.values()), "")
+
+
+def _find_state(states: Sequence[SavedState], request: str) -> SavedState | None:
+    """Return the newest requested state; of the milestones of a name the best, if it has a metric."""
+    step, version = milestone.parse_step(request), milestone.parse_version(request)
+    if step is not None or version is not None:
+        named = [state for state in states if step == state.step or version == state.version]
+        return max(named, key=lambda state: (state.version, state.epoch), default=None)
+    found = [
+        (-math.inf if label.metric is None or request == LATEST else label.metric, state)
+        for state, label in _list_milestones(states)
+        if request in {LATEST, label.name}
+    ]
+    best = max(found, key=lambda one: (one[0], one[1].version, one[1].epoch), default=None)
+    return best[1] if best is not None else None
+
+
+def _list_milestones(states: Sequence[SavedState]) -> list[tuple[SavedState, Milestone]]:
+    """Return the milestones that count in the whole job, each with its state."""
+    kept = milestone.choose_kept((state.version, label) for state in states for label in state.milestones)
+    return [(s, label) for s in states for label in s.milestones if (s.version, label) in kept]
+
+
+def _is_meant(rejected: RejectedState, request: str) -> bool:
+    """Return whether the request may mean a state that cannot be loaded."""
+    step, version = milestone.parse_step(request), milestone.parse_version(request)
+    if step is not None or version is not None:
+        return step == rejected.version[1] or version == rejected.version
+    names = rejected.milestones
+    return bool(names) if request == LATEST else request in names
+
+
+def _make_missing_error(
+    inventories: Sequence[Inventory], states: Sequence[SavedState], request: str
+) -> NoValidCheckpointError:
+    names: dict[Version, set[str]] = {state.version: set() for state in states}
+    for state, label in _list_milestones(states):
+        names[state.version].add(label.name)
+    # Milestones first, then the newest.
+    versions = sorted(names, key=lambda version: (bool(names[version]), version), reverse=True)
+    shown = [
+        " ".join([milestone.format_version(version), *(f"({name})" for name in sorted(names[version]))])
+        for version in versions[:MAX_LISTED]
+    ]
+    more = f" and {len(versions) - MAX_LISTED} more" if len(versions) > MAX_LISTED else ""
+    meant = [each for node in inventories for each in node.rejected if _is_meant(each, request)]
+    reasons = dict.fromkeys(f"{each.node}/{each.name}: {each.reason.rstrip('.')}" for each in meant)
+    unusable = f" Not usable: {'; '.join([*reasons][:MAX_LISTED])}." if reasons else ""
+    error = NoValidCheckpointError(
+        f"--resume-from {request}: no node of this start has such a saved state. There is "
+        f"{', '.join(shown) or 'none'}{more}.{unusable} Name one that is there, start the node that has it, "
+        "or leave --resume-from out to go on from the newest."
+    )
+    # A read that failed now may succeed at the next attempt.
+    error.is_deterministic = not any(each.kind == "unreadable" for each in meant)
+    return error

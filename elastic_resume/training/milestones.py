@@ -1,0 +1,43 @@
+"""Check what a script gives `Run.save` to name a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from elastic_resume.errors import UsageError
+from elastic_resume.milestone import Milestone, is_name
+
+logger = logging.getLogger(__name__)
+
+
+def make_milestone(name: object, metric: Any, step: int) -> Milestone | None:
+    """Return the milestone of a save at ``step``; None without a name.
+
+    A metric that is not finite makes no milestone: a loss of nan must not end a job.
+
+    Raises:
+        UsageError: the name or the metric has a wrong form.
+
+    """
+    if name is None and metric is None:
+        return None
+    if not isinstance(name, str) or not is_name(name):
+        raise UsageError(
+            f"run.save: milestone is {name!r:.100}: give it a name of 1 to 64 letters, digits, '.', '_' and "
+            '\'-\', such as milestone="best", that is no number, no checkpoint\'s name and not "latest".'
+        )
+    if metric is None:
+        return Milestone(name)
+    try:
+        value = float("" if isinstance(metric, (str, bytes, bool)) else metric)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"run.save: metric is {metric!r:.100}: give one number, of which the greatest is the best, such "
+            "as metric=-loss.item()."
+        ) from error
+    if not math.isfinite(value):
+        logger.warning(f"the checkpoint of step {step} is no milestone {name!r}: its metric is {value}.")
+        return None
+    return Milestone(name, value)

@@ -1,0 +1,188 @@
+"""Which state a request goes back to, when it is done, and what it leaves behind: by table."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_resume.errors import ConfigError, NoValidCheckpointError
+from elastic_resume.milestone import Milestone, choose_kept
+from elastic_resume.policy import going_back, proof
+from elastic_resume.policy.resume_plan import (
+    ASIDE,
+    MEMORY,
+    Inventory,
+    RejectedState,
+    SavedState,
+    reject_saved_state,
+)
+
+REQUESTED, BASE = "500", (4, 500)
+
+
+def state(
+    generation: int,
+    step: int,
+    *labels: tuple[str, float | None],
+    node: str = "a",
+    request: str = "",
+    base: tuple[int, ...] = (),
+    tier: str = "disk",
+) -> SavedState:
+    """Return a saved state."""
+    milestones = tuple(Milestone(*label) for label in labels)
+    return SavedState(
+        node, generation, step, 0, tier, milestones=milestones, resume_from=request, went_back_to=base
+    )
+
+
+def node(name: str, *states: SavedState, request: str = "", rank: int = 0, **more: object) -> Inventory:
+    """Return the inventory of a node that holds ``states`` itself."""
+    return Inventory(name, rank, tuple(states), resume_from=request, **more)  # type: ignore[arg-type]
+
+
+OLD = (
+    state(2, 500),
+    state(4, 480, ("best", -0.3)),
+    state(4, 500),
+    state(4, 600, ("eval", None)),
+    state(4, 2000),
+)
+BEFORE = (*OLD, state(1, 100, ("best", -0.9)), state(3, 400, ("eval", None)))
+
+
+@pytest.mark.parametrize(
+    ("request_text", "chosen"),
+    [
+        ("500", (4, 500)),  # the newest of that step, not the first
+        ("g2-s500", (2, 500)),
+        ("g000002-s0000000500", (2, 500)),
+        ("best", (4, 480)),  # the greatest metric
+        ("eval", (4, 600)),  # no metric: the newest
+        ("latest", (4, 600)),
+        ("2000", (4, 2000)),  # no way back, and yet done once
+    ],
+)
+def test_request_chooses_state(request_text: str, chosen: tuple[int, int]) -> None:
+    """The generation rises above all; the steps behind are given up, not recomputed."""
+    request = going_back.parse_setting("--resume-from", request_text)
+    nodes = [
+        node("a", *BEFORE, request=request, generation=6, last_generation=4, last_step=2003),
+        node("b", rank=1),
+    ]
+    plan = going_back.plan_resume(nodes, "auto")
+    assert (plan.version, plan.generation, plan.goes_back) == (chosen, 7, True)
+    assert (plan.resume_from, plan.went_back_to) == (request, chosen)
+    assert (plan.recomputed_steps, plan.given_up_steps) == (0, 2003 - chosen[1])
+    assert plan.receiving_nodes == ("b",)
+
+
+def test_request_is_done_once() -> None:
+    """Whatever repeats it goes on from the newest state, whose history descends from it."""
+    new = (state(5, 500, request=REQUESTED, base=BASE), state(7, 530, request=REQUESTED, base=BASE))
+    for given in (REQUESTED, ""):  # a start without the flag goes on too, and passes the request on
+        plan = going_back.plan_resume([node("a", *OLD, *new, request=given)], "auto")
+        assert (plan.version, plan.goes_back, plan.resume_from) == ((7, 530), False, REQUESTED)
+        assert plan.went_back_to == BASE
+    again = going_back.plan_resume([node("a", *OLD, *new, request="g000005-s0000000500")], "auto")
+    assert (again.version, again.goes_back, again.given_up_steps) == ((5, 500), True, 30)
+
+
+def test_request_is_taken_from_any_node_and_two_are_refused() -> None:
+    """A node may have been started by another script."""
+    plan = going_back.plan_resume([node("a", *OLD), node("b", rank=1, request="best")], "must")
+    assert plan.version == (4, 480)
+    nodes = [node("a", *OLD, request="best"), node("b", rank=1, request="500"), node("c", rank=2)]
+    with pytest.raises(ConfigError, match=r"\(a: best; b: 500\).*same value"):
+        going_back.plan_resume(nodes, "auto")
+
+
+@pytest.mark.parametrize("request_text", ["700", "g9-s500", "worst"])
+def test_missing_state_is_an_error_that_lists_what_there_is(request_text: str) -> None:
+    """Milestones come first. A state that exists and is not usable is named with its reason."""
+    rejected = RejectedState("b", "g000003-s0000000700", "torn.", (3, 700), milestones=("worst",))
+    request = going_back.parse_setting("x", request_text)
+    nodes = [node("a", *OLD, request=request), node("b", rank=1, rejected=(rejected,))]
+    with pytest.raises(NoValidCheckpointError) as caught:
+        going_back.plan_resume(nodes, "auto")
+    text = str(caught.value)
+    assert "There is g000004-s0000000600 (eval), g000004-s0000000480 (best), g000004-s0000002000, " in text
+    assert ("Not usable: b/g000003-s0000000700: torn." in text) == (request_text != "g9-s500")
+
+
+def test_request_without_any_state_is_no_fresh_start() -> None:
+    """A wrong --rdzv-id must not start over."""
+    with pytest.raises(NoValidCheckpointError, match="There is none"):
+        going_back.plan_resume([node("a", request="best")], "auto")
+
+
+def test_best_that_fails_to_load_leads_to_the_next_best_with_its_name() -> None:
+    """The failed one is listed; a quarantined one from before is not."""
+    second = state(4, 300, ("best", -0.5))
+    aside = RejectedState("a", "g000004-s0000001900", "newer", (4, 1900), ASIDE, ("best",))
+    before = node("a", *OLD, second, request="best", rejected=(aside,))
+    failed = reject_saved_state(before, OLD[1], "g000004-s0000000480", "a digest is wrong")
+    plan = going_back.plan_resume([failed], "auto")
+    assert plan.version == (4, 300)
+    assert [each.version for each in plan.rejected] == [(4, 480)]
+
+
+def test_late_node_with_newer_old_states_changes_nothing() -> None:
+    """They lose by order, are no milestone of the job any more, and are found to be moved aside."""
+    new = state(5, 505, ("eval", None), request=REQUESTED, base=BASE)
+    late = node("b", state(4, 2000, ("best", 9.0), node="b"), state(4, 490, node="b"), rank=1)
+    plan = going_back.plan_resume([node("a", *OLD, new), late], "auto")
+    assert plan.version == (5, 505)
+    assert [s.step for s in late.saved_states if going_back.is_abandoned(s, plan)] == [2000]
+    for request, chosen in (("best", (4, 480)), ("eval", (5, 505)), ("latest", (5, 505))):
+        back = going_back.plan_resume([node("a", *OLD, new, request=request), late], "auto")
+        assert back.version == chosen, request
+    with pytest.raises(NoValidCheckpointError, match="such a saved state"):
+        going_back.plan_resume([node("a", new, request="2000"), late], "auto")
+
+
+def test_steps_of_an_abandoned_history_are_not_recomputed() -> None:
+    """The only node that has trained in the new one is lost right after its commit."""
+    new = state(5, 500, request=REQUESTED, base=BASE)
+    nodes = [node("a", *OLD, new, request=REQUESTED, last_generation=4, last_step=2003)]
+    plan = going_back.plan_resume(nodes, "auto")
+    assert (plan.version, plan.recomputed_steps) == ((5, 500), 0)
+
+
+def test_newer_format_blocks_a_request_too() -> None:
+    """It may be the state that descends from it."""
+    newer = RejectedState("a", "g000005-s0000000500", "format 99", (5, 500), "newer")
+    with pytest.raises(NoValidCheckpointError, match="Upgrade"):
+        going_back.plan_resume([node("a", *OLD, request=REQUESTED, rejected=(newer,))], "auto")
+
+
+def test_going_back_is_not_a_moment_for_a_proof() -> None:
+    """The next resume is; it repeats steps of the new history alone."""
+    memory = [state(4, step, tier=MEMORY) for step in (500, 501, 502)]
+    before = node("a", *memory, request="501", wants_proof=True, last_generation=4, last_world_size=1)
+    assert proof.plan_resume([before], "auto", 1).target is None
+    new = [state(5, step, tier=MEMORY, request="501", base=(4, 501)) for step in (501, 502)]
+    after = node("a", *memory, *new, request="501", wants_proof=True, last_generation=5, last_world_size=1)
+    plan = proof.plan_resume([after], "auto", 1)
+    assert (plan.version, plan.target, plan.resume_from) == ((5, 501), new[1], "501")
+
+
+def test_of_milestones_with_a_metric_the_best_of_each_name_counts() -> None:
+    """All without a metric do. Of equals the newest."""
+    best, worse, equal = Milestone("best", 0.5), Milestone("best", 0.4), Milestone("best", 0.5)
+    other, plain = Milestone("other", -1.0), Milestone("best")
+    labels = [
+        ((1, 1), best),
+        ((1, 2), worse),
+        ((1, 3), equal),
+        ((1, 2), other),
+        ((1, 1), plain),
+        ((2, 1), plain),
+    ]
+    assert choose_kept(labels) == {((1, 3), equal), ((1, 2), other), ((1, 1), plain), ((2, 1), plain)}
+
+
+@pytest.mark.parametrize("text", ["", "a b", "ü", "x" * 65, "../x", "-1.5x/", "latest\n"])
+def test_wrong_request_is_refused(text: str) -> None:
+    """The text has the forms that are accepted."""
+    with pytest.raises(ConfigError, match=r"--resume-from is .*g4-s500"):
+        going_back.parse_setting("--resume-from", text)
