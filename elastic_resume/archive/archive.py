@@ -84,6 +84,35 @@ def _ignore_progress(_: int) -> None:
 
 
 def try_store(store: Store) -> str:
+    """Put, get, list and delete an object; return what the store does wrong, "" for nothing.
+
+    Raises:
+        ArchiveError: a request fails.
+
+    """
+    directory, name, data = ".doctor", secrets.token_hex(8), secrets.token_bytes(1000)
+    path = f"{directory}/{name}"
+    store.put(path, data)
+    try:
+        if bytes(store.get_range(path, 10, 100) or b"") != data[10:110]:
+            return "it returns other bytes than it was given: choose another store"
+        if all(stored.name != name for stored in store.list(directory)):
+            return "it does not list what was just put: choose another store"
+        if store.put_if_absent(path, data):
+            return "it replaces an object that it is told to keep: choose another store"
+    except ArchiveError as error:
+        if error.kind != "unsupported":
+            raise
+    finally:
+        store.delete(path)
+    return ""
+
+
+def _ignore_progress(_: int) -> None:
+    pass
+
+
+def try_store(store: Store) -> str:
     """Put, list, get and delete an object; return what the store cannot do, "" if it can do all.
 
     Raises:

@@ -314,16 +314,16 @@ def check_archive(text: str) -> list[Finding]:
     """Put, get and delete an object in the archive; one is created twice, which must fail."""
     if not text:
         return []
-    shown, source = "not shown", "put, create-only put, list, get and delete of an object"
+    shown, source = "", "put, get, list, create-only put and delete of an object"
     try:
         address = parse_address("--archive", text)
         shown = str(address)
         started_at = time.monotonic()
-        warning = try_store(open_store(address))
+        problem = try_store(open_store(address))
     except (ConfigError, ArchiveError) as error:
         return [Finding("archive", shown, source, str(error).rstrip("."))]
-    took = f"works ({time.monotonic() - started_at:.1f} s)"
-    return [Finding("archive", f"{shown}: {warning or took}", source)]
+    value = f"{shown}: answers in {time.monotonic() - started_at:.1f} s"
+    return [Finding("archive", value, source, f"{shown}: {problem}" if problem else "")]
 
 
 def check_installation(workers: int = 1) -> list[Finding]:

@@ -49,12 +49,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "diff", help="compare two checkpoints; exit 0 same, 1 different, 2 unreadable"
     )
-    parser.add_argument(
-        "a",
-        type=parse_source,
-        metavar="A",
-        help=f"a checkpoint, or a directory for its newest; {ADDRESS_HELP}",
-    )
+    source_help = f"a checkpoint, or a directory for its newest; {ADDRESS_HELP}"
+    parser.add_argument("a", type=parse_source, metavar="A", help=source_help)
     parser.add_argument("b", type=parse_source, metavar="B", help="the other checkpoint")
     parser.add_argument("--all", action="store_true", help=f"list all differences, not only {MAX_SHOWN}")
     parser.set_defaults(function=diff)
