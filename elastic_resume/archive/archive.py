@@ -83,61 +83,40 @@ def _ignore_progress(_: int) -> None:
     pass
 
 
-def try_store(store: Store) -> str:
-    """Put, get, list and delete an object; return what the store does wrong, "" for nothing.
+def try_store(store: Store) -> bool:
+    """Put, get, list and delete an object; return whether the store can create one only if there is none.
 
     Raises:
-        ArchiveError: a request fails.
+        ArchiveError: a request fails, or its answer is wrong.
 
     """
     directory, name, data = ".doctor", secrets.token_hex(8), secrets.token_bytes(1000)
     path = f"{directory}/{name}"
     store.put(path, data)
     try:
-        if bytes(store.get_range(path, 10, 100) or b"") != data[10:110]:
-            return "it returns other bytes than it was given: choose another store"
-        if all(stored.name != name for stored in store.list(directory)):
-            return "it does not list what was just put: choose another store"
-        if store.put_if_absent(path, data):
-            return "it replaces an object that it is told to keep: choose another store"
-    except ArchiveError as error:
-        if error.kind != "unsupported":
-            raise
+        received = store.get_range(path, 10, 100)
+        is_listed = any(stored.name == name for stored in store.list(directory))
+        can_create = True
+        try:
+            is_replaced = store.put_if_absent(path, data)
+        except ArchiveError as error:
+            if error.kind != "unsupported":
+                raise
+            can_create = is_replaced = False
     finally:
         store.delete(path)
-    return ""
+    wrong = {
+        "it returns other bytes than it was given": bytes(received or b"") != data[10:110],
+        "it does not list what was just put": not is_listed,
+        "it replaces an object that it is told to keep": is_replaced,
+    }
+    for problem in (problem for problem, is_wrong in wrong.items() if is_wrong):
+        raise ArchiveError(f"{store.description}: {problem}; choose another store.")
+    return can_create
 
 
 def _ignore_progress(_: int) -> None:
     pass
-
-
-def try_store(store: Store) -> str:
-    """Put, list, get and delete an object; return what the store cannot do, "" if it can do all.
-
-    Raises:
-        ArchiveError: a request fails, or an answer is wrong.
-
-    """
-    name, data, warning = f".doctor/{secrets.token_hex(8)}", secrets.token_bytes(1000), ""
-    store.put(name, data)
-    try:
-        if store.get_range(name, 10, 100) != data[10:110]:
-            raise ArchiveError(f"{store.description}: returns other bytes than it was given; choose another.")
-        if all(stored.name != name.rpartition("/")[2] for stored in store.list(".doctor")):
-            raise ArchiveError(f"{store.description}: does not list what was just put; choose another.")
-        if store.put_if_absent(name, data):
-            raise ArchiveError(
-                f"{store.description}: replaces an object though it is told not to, so two jobs of one run "
-                "id would overwrite each other's checkpoints; choose another store."
-            )
-    except ArchiveError as error:
-        if error.kind != "unsupported":
-            raise
-        warning = "works, but cannot create an object only if there is none: start one job at a time"
-    finally:
-        store.delete(name)
-    return warning
 
 
 class Archive:

@@ -319,11 +319,11 @@ def check_archive(text: str) -> list[Finding]:
         address = parse_address("--archive", text)
         shown = str(address)
         started_at = time.monotonic()
-        problem = try_store(open_store(address))
+        can_create = try_store(open_store(address))
     except (ConfigError, ArchiveError) as error:
         return [Finding("archive", shown, source, str(error).rstrip("."))]
     value = f"{shown}: answers in {time.monotonic() - started_at:.1f} s"
-    return [Finding("archive", value, source, f"{shown}: {problem}" if problem else "")]
+    return [Finding("archive", value, source if can_create else "no create-only put: one job at a time")]
 
 
 def check_installation(workers: int = 1) -> list[Finding]:
