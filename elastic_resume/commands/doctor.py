@@ -87,7 +87,9 @@ def doctor(args: argparse.Namespace) -> int:
         *file_findings,
         *check_settings(os.environ),
         *check_machine(args.ckpt_dir or rows.get("ckpt-dir"), os.environ, workers),
-        *check_archive(args.archive or rows.get("archive") or os.environ.get(constants.ENV_ARCHIVE, "")),
+        *check_archive(
+            args.archive or rows.get("archive") or os.environ.get(f"{constants.ENV_PREFIX}ARCHIVE", "")
+        ),
         *check_installation(workers),
     ]
     flags = f"with --config {path}" if path else "without flags"
