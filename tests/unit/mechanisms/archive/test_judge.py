@@ -1,0 +1,275 @@
+"""Test which checkpoint is archived next, and how nodes share its parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic_resume.mechanisms.archive import judge as rules
+from elastic_resume.mechanisms.archive.judge import (
+    UPLOADS,
+    ArchivedVersion,
+    ArchiveJudge,
+    Begun,
+    HeldCheckpoint,
+    NodeReport,
+    Ranges,
+    Share,
+    Upload,
+    Verdict,
+    share_parts,
+)
+from elastic_resume.mechanisms.mechanism import decode_body, encode_body
+from elastic_resume.rendezvous.facts import Fact, FactBody, Scope
+
+ATTEMPT = "g000001-s0000000020-0123456789"
+HELD = HeldCheckpoint(1, 20, "same", 8)
+IDLE = NodeReport(every_s=100.0, step=12, step_s=0.5)
+HOLDS = replace(IDLE, step=20, held=(HELD,))
+UPLOAD = Upload(1, 1, 20, "same", 8, "a", 3, ATTEMPT)
+
+
+class Leader:
+    """A judge with its clock; reports go in, and the newest verdict comes out."""
+
+    def __init__(self, *members: str, last: Verdict | None = None) -> None:
+        body = encode_body(last) if last else FactBody("")
+        self.judge = ArchiveJudge(Scope(0, (), "a", 3.0, body))
+        self.judge.start_view(1, members)
+        self.now = 1000.0
+
+    def hear(self, **reports: NodeReport) -> Verdict:
+        """Take a report of each of these nodes."""
+        for node, report in reports.items():
+            self.judge.add(node, Fact(UPLOADS.name, 0, encode_body(report)), self.now)
+        return self.wait(0.0)
+
+    def wait(self, seconds: float) -> Verdict:
+        """Judge after this time."""
+        self.now += seconds
+        return decode_body(Verdict, self.judge.judge(self.now).body)
+
+    def begin(self, **reports: NodeReport) -> Verdict:
+        """Have the nodes hold step 20, and the first one begin its upload."""
+        self.hear(**dict.fromkeys(reports, IDLE))
+        verdict = self.hear(**reports)
+        assert verdict.upload
+        first = verdict.upload.writer
+        return self.hear(**{first: replace(reports[first], begun=Begun(verdict.turn, 3, ATTEMPT))})
+
+
+def find_upload(verdict: Verdict) -> Upload:
+    """Return the upload under way."""
+    assert verdict.upload
+    return verdict.upload
+
+
+def test_first_upload_is_due_at_once_and_later_ones_after_interval() -> None:
+    """What is wrong with the archive shows at the job's start, and not half an hour later."""
+    leader = Leader("a")
+    assert leader.hear(a=IDLE).request_step == 20
+    leader.begin(a=HOLDS)
+    put = replace(HOLDS, attempt=ATTEMPT, put=((0, 8),))
+    assert find_upload(leader.hear(a=put)).is_complete
+    archived = replace(put, archived=ArchivedVersion(1, 20, 3))
+    verdict = leader.hear(a=archived)
+    assert (verdict.archived, verdict.upload, verdict.request_step) == (ArchivedVersion(1, 20, 3), None, 0)
+    assert leader.wait(99).request_step == 0
+    assert leader.wait(1).request_step == 28
+
+
+@pytest.mark.parametrize(
+    ("report", "step"),
+    [
+        (IDLE, 20),  # four seconds ahead
+        (replace(IDLE, step_s=0.01), 412),
+        (replace(IDLE, step_s=60.0), 14),
+        (replace(IDLE, step_s=0.0), 14),  # not measured
+        (replace(IDLE, step=0), 0),  # no step is finished
+        (replace(IDLE, every_steps=10), 20),
+        (replace(IDLE, every_steps=12), 24),  # the multiple has passed
+    ],
+)
+def test_requested_step_is_ahead_of_all_nodes(report: NodeReport, step: int) -> None:
+    """A node that has passed it before it knows does not hold it."""
+    behind = replace(report, step=max(0, report.step - 1))
+    assert Leader("a", "b").hear(a=behind, b=report).request_step == step
+
+
+def test_interval_goes_on_with_the_next_leader() -> None:
+    """Leaders that die more often than the interval would archive nothing, or too often."""
+    archived = ArchivedVersion(1, 20, 3)
+    for age_s, is_due in ((90.0, False), (100.0, True)):
+        leader = Leader("a", last=Verdict(archived=archived, age_s=age_s))
+        assert bool(leader.hear(a=IDLE).request_step) == is_due
+    assert leader.wait(10).age_s == 110
+
+
+def test_first_node_of_view_is_waited_for_and_its_contents_count() -> None:
+    """As in a resume. Nodes with other contents put nothing."""
+    leader = Leader("b", "a", "c")
+    other = replace(HOLDS, held=(replace(HELD, digest="other"),))
+    leader.hear(a=IDLE, b=IDLE, c=IDLE)
+    assert leader.hear(a=other, c=other).upload is None
+    assert leader.wait(rules.HOLD_WAIT_S - 1).upload is None
+    upload = find_upload(leader.hear(b=HOLDS))
+    assert (upload.writer, upload.digest) == ("b", "same")
+    begun = leader.hear(b=replace(HOLDS, begun=Begun(1, 3, ATTEMPT)))
+    assert find_upload(begun).shares == (Share("b", ((0, 8),)),)
+
+
+def test_first_node_without_the_step_is_waited_for_only_so_long() -> None:
+    """Its disk may be full."""
+    leader = Leader("b", "a")
+    leader.hear(a=IDLE, b=IDLE)
+    leader.hear(a=HOLDS)
+    assert find_upload(leader.wait(rules.HOLD_WAIT_S)).writer == "a"
+
+
+def test_newest_checkpoint_counts_when_no_node_holds_the_requested_step() -> None:
+    """All nodes may have passed it before they knew."""
+    leader = Leader("a")
+    leader.hear(a=IDLE)
+    passed = replace(IDLE, step=30, held=(replace(HELD, step=18), replace(HELD, step=9)))
+    leader.hear(a=replace(passed, step=15))
+    assert leader.wait(2 * rules.REQUEST_WAIT_S).upload is None, "the step is still to come"
+    leader.hear(a=passed)
+    assert leader.wait(rules.REQUEST_WAIT_S - 1).upload is None
+    assert find_upload(leader.wait(1)).step == 18
+
+
+def test_checkpoint_is_not_archived_twice() -> None:
+    """A step that the archive has is never written again."""
+    leader = Leader("a", last=Verdict(archived=ArchivedVersion(1, 20, 3), age_s=1000.0))
+    assert leader.hear(a=replace(HOLDS, step=15)).request_step
+    leader.hear(a=replace(HOLDS, step=40))
+    assert leader.wait(rules.REQUEST_WAIT_S).upload is None
+
+
+def test_upload_goes_on_when_view_node_and_leader_change() -> None:
+    """The new leader has all of it from the verdict: also the parts of a node that is gone."""
+    leader = Leader("a", "b", "c")
+    verdict = leader.begin(a=HOLDS, b=HOLDS, c=HOLDS)
+    shares = {share.node: share.parts for share in find_upload(verdict).shares}
+    assert shares == {"a": ((0, 2),), "b": ((2, 5),), "c": ((5, 8),)}
+    verdict = leader.hear(
+        a=replace(HOLDS, attempt=ATTEMPT, put=((0, 1),)), b=replace(HOLDS, attempt=ATTEMPT, put=((2, 4),))
+    )
+    successor = Leader("b", "c", last=verdict)
+    upload = find_upload(successor.hear(b=HOLDS, c=HOLDS))
+    assert (upload.writer, upload.number, upload.attempt) == ("b", 3, ATTEMPT)
+    assert upload.put == ((0, 1), (2, 4))
+    assert {share.node: share.parts for share in upload.shares} == {"b": ((4, 5),), "c": ((1, 2), (5, 8))}
+    successor.judge.start_view(0, ())
+    assert find_upload(successor.wait(0)) == upload
+
+
+def test_lost_or_failing_writer_is_replaced_within_attempt() -> None:
+    """A failing node is used again when all fail: it tries less and less often."""
+    leader = Leader("a", "b")
+    leader.begin(a=HOLDS, b=HOLDS)
+    failing = replace(HOLDS, failures=rules.MAX_FAILURES)
+    upload = find_upload(leader.hear(a=failing))
+    assert (upload.writer, upload.attempt) == ("b", ATTEMPT)
+    assert upload.share_of("a") == ()
+    assert find_upload(leader.hear(b=failing)).share_of("a") != ()
+    leader.judge.remove("b")
+    assert find_upload(leader.wait(0)).share_of("a") == ((0, 8),)
+
+
+def test_writer_that_dies_before_it_begins_is_replaced() -> None:
+    """What another writer or another turn has begun does not count."""
+    leader = Leader("a", "b")
+    leader.hear(a=IDLE, b=IDLE)
+    leader.hear(a=HOLDS, b=replace(HOLDS, begun=Begun(7, 9, "g000001-s0000000020-ffffffff")))
+    leader.judge.remove("a")
+    upload = find_upload(leader.wait(0))
+    assert (upload.writer, upload.attempt) == ("b", "")
+    upload = find_upload(leader.hear(b=replace(HOLDS, begun=Begun(upload.turn, 3, ATTEMPT))))
+    assert (upload.number, upload.attempt) == (3, ATTEMPT)
+
+
+def test_upload_without_progress_or_holder_is_dropped_for_newer_checkpoint() -> None:
+    """The next one is due at once, and has another turn."""
+    leader = Leader("a")
+    leader.begin(a=HOLDS)
+    leader.wait(rules.STALL_S - 1)
+    assert leader.hear(a=replace(HOLDS, attempt=ATTEMPT, put=((0, 1),))).upload
+    assert leader.wait(rules.STALL_S - 1).upload
+    assert leader.wait(1).upload is None
+    assert leader.wait(1).request_step == 28
+    newer = replace(HOLDS, step=28, held=(replace(HELD, step=28),))
+    assert find_upload(leader.hear(a=newer)).turn == 2
+    assert leader.hear(a=replace(newer, held=())).upload, "a new leader may not have all reports yet"
+    assert leader.wait(rules.HOLD_WAIT_S).upload is None
+
+
+def test_second_writer_stops_all_archiving() -> None:
+    """Also under the next leader."""
+    leader = Leader("a", "b")
+    leader.begin(a=HOLDS, b=HOLDS)
+    verdict = leader.hear(b=replace(HOLDS, refusal="another job"))
+    assert (verdict.upload, verdict.refusal) == (None, "another job")
+    verdict = Leader("a", "b", last=verdict).hear(a=HOLDS, b=HOLDS)
+    assert (verdict.upload, verdict.request_step, verdict.refusal) == (None, 0, "another job")
+
+
+def test_leader_finishes_when_all_members_stop() -> None:
+    """It is the first to know. A drain of some nodes leaves the job running."""
+    leader = Leader("a", "b")
+    stopping = replace(HOLDS, is_stopping=True)
+    assert leader.hear(a=HOLDS, b=stopping).finisher == ""
+    verdict = leader.hear(a=stopping)
+    assert verdict.finisher == "a"
+    assert Leader("b", last=verdict).hear(b=HOLDS).finisher == "", "the job has gone on"
+    leader.judge.start_view(2, ("a",))
+    assert leader.hear(a=HOLDS).finisher == ""
+
+
+@pytest.mark.parametrize(
+    ("put", "shares", "nodes", "expected"),
+    [
+        ((), {}, "abc", {"a": ((0, 2),), "b": ((2, 5),), "c": ((5, 8),)}),
+        ((), {}, "a", {"a": ((0, 8),)}),
+        (((0, 7),), {}, "abc", {"c": ((7, 8),)}),
+        # The share of a lost node goes to the others.
+        (((0, 1),), {"a": ((0, 4),), "b": ((4, 8),)}, "bc", {"b": ((1, 2), (4, 8)), "c": ((2, 4),)}),
+        # A node that is done takes the second half of the longest share.
+        (((0, 2),), {"a": ((0, 2),), "b": ((2, 8),)}, "ab", {"b": ((2, 5),), "a": ((5, 8),)}),
+        # A single part is not taken from the node that puts it.
+        (((0, 7),), {"a": ((0, 4),), "b": ((4, 8),)}, "ab", {"b": ((7, 8),)}),
+        (((0, 8),), {"a": ((0, 8),)}, "a", {}),
+    ],
+)
+def test_parts_are_shared_over_nodes(
+    put: Ranges, shares: dict[str, Ranges], nodes: str, expected: dict[str, Ranges]
+) -> None:
+    """Each missing part belongs to one node."""
+    upload = replace(UPLOAD, put=put, shares=tuple(Share(*share) for share in shares.items()))
+    found = share_parts(upload, tuple(nodes))
+    assert {share.node: share.parts for share in found} == expected
+    again = share_parts(replace(upload, shares=found), tuple(nodes))
+    assert {share.node: share.parts for share in again} == expected, "a share changes only for a reason"
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        replace(HOLDS, held=(replace(HELD, parts=rules.MAX_PARTS + 1),)),
+        replace(HOLDS, held=(replace(HELD, parts=0),)),
+        replace(HOLDS, held=(HELD,) * (rules.MAX_HELD + 1)),
+    ],
+)
+def test_impossible_report_is_refused(report: NodeReport) -> None:
+    """A huge number would cost the leader its memory."""
+    with pytest.raises(ValueError, match="impossible"):
+        Leader("a").hear(a=report)
+
+
+def test_parts_out_of_range_are_ignored() -> None:
+    """A report may be of another version of this program."""
+    leader = Leader("a")
+    leader.begin(a=HOLDS)
+    upload = find_upload(leader.hear(a=replace(HOLDS, attempt=ATTEMPT, put=((7, 1 << 40),))))
+    assert upload.put == ((7, 8),)
