@@ -4,15 +4,15 @@ Every node reports the checkpoints that it could upload, and how far it is. The 
 
     due ──► requested ──► chosen ──► begun ──► complete ──► archived ──► due after the interval
               │             ▲  │        │          │
-              │ nobody held │  └────────┴──────────┴──► dropped: no progress, or no node holds it; due at once
-              └─ the step ──┘
+              │ nobody held │  └────────┴──────────┴──► dropped: no progress, no node holds it, or its number is
+              └─ the step ──┘                            taken; due again at once
 
 - *requested*: all nodes commit `Verdict.request_step`, since each one commits at other steps by itself.
-- *chosen*: the writer, the first node that holds it, fixes the number in the archive's log.
+- *chosen*: the owner, the first node that holds it, fixes the number in the archive's log.
 - *begun*: all nodes with the same content put their shares of the parts.
-- *complete*: every part is there. The writer puts the entry, which is the commit.
+- *complete*: every part is there. The owner puts the entry, which is the commit.
 
-A writer that is lost or fails is replaced, also after it has begun: the attempt is the same, and its entry can
+An owner that is lost or fails is replaced, also after it has begun: the attempt is the same, and its entry can
 exist once only. A share of a node that is lost or fails goes to the others. A node that has put its share
 takes half of the longest one. A part that two nodes put has the same bytes.
 
@@ -73,7 +73,6 @@ class ArchivedVersion:
 
     generation: int
     step: int
-    number: int
 
     @property
     def version(self) -> Version:
@@ -83,7 +82,7 @@ class ArchivedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a writer has begun: for which `Upload.turn`, its number in the log, and its id."""
+    """What an owner has begun: for which `Upload.turn`, its number in the log, and its id."""
 
     turn: int
     number: int
@@ -94,6 +93,8 @@ class Begun:
 class NodeReport:
     """The fact of a node."""
 
+    nonce: str = ""
+    """Random; that of one node becomes `Verdict.writer`."""
     every_s: float = 0.0
     every_steps: int = 0
     """The interval; 0: it is `every_s`."""
@@ -108,6 +109,8 @@ class NodeReport:
     archived: ArchivedVersion | None = None
     failures: int = 0
     """In a row, in this upload."""
+    outdated_turn: int = 0
+    """The turn of an upload whose number is taken, so it cannot be committed."""
     refusal: str = ""
     """Why this job may archive no more: another one writes there."""
     is_stopping: bool = False
@@ -124,14 +127,15 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """The upload under way. ``attempt`` is empty until the writer has begun."""
+    """The upload under way. ``attempt`` is empty until the owner has begun."""
 
     turn: int
     generation: int
     step: int
     digest: str
     parts: int
-    writer: str
+    owner: str
+    """The node that begins it and puts the entry."""
     number: int = 0
     attempt: str = ""
     put: Ranges = ()
@@ -163,6 +167,8 @@ class Verdict:
     age_s: float = 0.0
     """Seconds since `archived`, roughly."""
     turn: int = 0
+    writer: str = ""
+    """What all entries of this job name, to tell them from another job's."""
     refusal: str = ""
     finisher: str = ""
     """The node that archives the last checkpoint, when all nodes were told to stop."""
@@ -201,7 +207,7 @@ class ArchiveJudge(Judge):
                 self._progress_at = now
                 self._verdict = replace(self._verdict, upload=replace(upload, put=put))
         known = self._verdict.archived
-        if report.archived and (known is None or report.archived.number > known.number):
+        if report.archived and (known is None or report.archived.version > known.version):
             self._archived_at, self._is_dropped = now, False
             self._verdict = replace(self._verdict, archived=report.archived)
         if report.refusal and not self._verdict.refusal:
@@ -217,7 +223,8 @@ class ArchiveJudge(Judge):
             return Judgment(encode_body(self._verdict))
         if self._archived_at is None:
             self._archived_at, self._progress_at, self._held_at = now - self._verdict.age_s, now, now
-        self._verdict = replace(self._verdict, finisher=self._choose_finisher())
+        writer = self._verdict.writer or self._interval.nonce
+        self._verdict = replace(self._verdict, writer=writer, finisher=self._choose_finisher())
         if self._verdict.refusal:
             self._verdict = replace(self._verdict, upload=None, request_step=0)
         elif self._verdict.upload:
@@ -296,28 +303,30 @@ class ArchiveJudge(Judge):
         self._verdict = replace(self._verdict, upload=upload, request_step=0, turn=turn)
 
     def _follow(self, upload: Upload, now: float) -> None:
-        """Replace a writer, note what it has begun, share the parts, and see the end."""
+        """Replace an owner, note what it has begun, share the parts, and see the end."""
         archived = self._verdict.archived
         holders = [node for node in self._rank(self._reports) if self._holds(node, upload)]
         is_over = archived is not None and archived.version >= upload.version
         if holders:
             self._held_at = now
-        if is_over or now - self._progress_at >= STALL_S or now - self._held_at >= HOLD_WAIT_S:
+        is_stalled = now - self._progress_at >= STALL_S or now - self._held_at >= HOLD_WAIT_S
+        is_outdated = any(report.outdated_turn == upload.turn for report in self._reports.values())
+        if is_over or is_stalled or is_outdated:
             self._is_dropped = not is_over  # due again, with a newer checkpoint
             self._verdict = replace(self._verdict, upload=None)
             return
         if not holders:
             return  # a new leader may not have all reports yet
         healthy = [node for node in holders if self._reports[node].failures < MAX_FAILURES] or holders
-        writer = upload.writer if upload.writer in healthy else healthy[0]
-        begun = self._reports[writer].begun
+        owner = upload.owner if upload.owner in healthy else healthy[0]
+        begun = self._reports[owner].begun
         if not upload.attempt and begun and begun.turn == upload.turn:
             upload = replace(upload, number=begun.number, attempt=begun.attempt)
             self._progress_at = now
         shares = upload.shares
         if upload.attempt:
             shares = share_parts(upload, healthy[:MAX_UPLOADERS])
-        self._verdict = replace(self._verdict, upload=replace(upload, writer=writer, shares=shares))
+        self._verdict = replace(self._verdict, upload=replace(upload, owner=owner, shares=shares))
 
     def _holds(self, node: str, upload: Upload) -> bool:
         held = self._reports[node].held

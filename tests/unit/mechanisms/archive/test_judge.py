@@ -55,7 +55,7 @@ class Leader:
         self.hear(**dict.fromkeys(reports, IDLE))
         verdict = self.hear(**reports)
         assert verdict.upload
-        first = verdict.upload.writer
+        first = verdict.upload.owner
         return self.hear(**{first: replace(reports[first], begun=Begun(verdict.turn, 3, ATTEMPT))})
 
 
@@ -72,9 +72,9 @@ def test_first_upload_is_due_at_once_and_later_ones_after_interval() -> None:
     leader.begin(a=HOLDS)
     put = replace(HOLDS, attempt=ATTEMPT, put=((0, 8),))
     assert find_upload(leader.hear(a=put)).is_complete
-    archived = replace(put, archived=ArchivedVersion(1, 20, 3))
+    archived = replace(put, archived=ArchivedVersion(1, 20))
     verdict = leader.hear(a=archived)
-    assert (verdict.archived, verdict.upload, verdict.request_step) == (ArchivedVersion(1, 20, 3), None, 0)
+    assert (verdict.archived, verdict.upload, verdict.request_step) == (ArchivedVersion(1, 20), None, 0)
     assert leader.wait(99).request_step == 0
     assert leader.wait(1).request_step == 28
 
@@ -99,7 +99,7 @@ def test_requested_step_is_ahead_of_all_nodes(report: NodeReport, step: int) -> 
 
 def test_interval_goes_on_with_the_next_leader() -> None:
     """Leaders that die more often than the interval would archive nothing, or too often."""
-    archived = ArchivedVersion(1, 20, 3)
+    archived = ArchivedVersion(1, 20)
     for age_s, is_due in ((90.0, False), (100.0, True)):
         leader = Leader("a", last=Verdict(archived=archived, age_s=age_s))
         assert bool(leader.hear(a=IDLE).request_step) == is_due
@@ -114,7 +114,7 @@ def test_first_node_of_view_is_waited_for_and_its_contents_count() -> None:
     assert leader.hear(a=other, c=other).upload is None
     assert leader.wait(rules.HOLD_WAIT_S - 1).upload is None
     upload = find_upload(leader.hear(b=HOLDS))
-    assert (upload.writer, upload.digest) == ("b", "same")
+    assert (upload.owner, upload.digest) == ("b", "same")
     begun = leader.hear(b=replace(HOLDS, begun=Begun(1, 3, ATTEMPT)))
     assert find_upload(begun).shares == (Share("b", ((0, 8),)),)
 
@@ -124,7 +124,7 @@ def test_first_node_without_the_step_is_waited_for_only_so_long() -> None:
     leader = Leader("b", "a")
     leader.hear(a=IDLE, b=IDLE)
     leader.hear(a=HOLDS)
-    assert find_upload(leader.wait(rules.HOLD_WAIT_S)).writer == "a"
+    assert find_upload(leader.wait(rules.HOLD_WAIT_S)).owner == "a"
 
 
 def test_newest_checkpoint_counts_when_no_node_holds_the_requested_step() -> None:
@@ -141,7 +141,7 @@ def test_newest_checkpoint_counts_when_no_node_holds_the_requested_step() -> Non
 
 def test_checkpoint_is_not_archived_twice() -> None:
     """A step that the archive has is never written again."""
-    leader = Leader("a", last=Verdict(archived=ArchivedVersion(1, 20, 3), age_s=1000.0))
+    leader = Leader("a", last=Verdict(archived=ArchivedVersion(1, 20), age_s=1000.0))
     assert leader.hear(a=replace(HOLDS, step=15)).request_step
     leader.hear(a=replace(HOLDS, step=40))
     assert leader.wait(rules.REQUEST_WAIT_S).upload is None
@@ -158,7 +158,7 @@ def test_upload_goes_on_when_view_node_and_leader_change() -> None:
     )
     successor = Leader("b", "c", last=verdict)
     upload = find_upload(successor.hear(b=HOLDS, c=HOLDS))
-    assert (upload.writer, upload.number, upload.attempt) == ("b", 3, ATTEMPT)
+    assert (upload.owner, upload.number, upload.attempt) == ("b", 3, ATTEMPT)
     assert upload.put == ((0, 1), (2, 4))
     assert {share.node: share.parts for share in upload.shares} == {"b": ((4, 5),), "c": ((1, 2), (5, 8))}
     successor.judge.start_view(0, ())
@@ -171,7 +171,7 @@ def test_lost_or_failing_writer_is_replaced_within_attempt() -> None:
     leader.begin(a=HOLDS, b=HOLDS)
     failing = replace(HOLDS, failures=rules.MAX_FAILURES)
     upload = find_upload(leader.hear(a=failing))
-    assert (upload.writer, upload.attempt) == ("b", ATTEMPT)
+    assert (upload.owner, upload.attempt) == ("b", ATTEMPT)
     assert upload.share_of("a") == ()
     assert find_upload(leader.hear(b=failing)).share_of("a") != ()
     leader.judge.remove("b")
@@ -185,7 +185,7 @@ def test_writer_that_dies_before_it_begins_is_replaced() -> None:
     leader.hear(a=HOLDS, b=replace(HOLDS, begun=Begun(7, 9, "g000001-s0000000020-ffffffff")))
     leader.judge.remove("a")
     upload = find_upload(leader.wait(0))
-    assert (upload.writer, upload.attempt) == ("b", "")
+    assert (upload.owner, upload.attempt) == ("b", "")
     upload = find_upload(leader.hear(b=replace(HOLDS, begun=Begun(upload.turn, 3, ATTEMPT))))
     assert (upload.number, upload.attempt) == (3, ATTEMPT)
 
@@ -203,6 +203,25 @@ def test_upload_without_progress_or_holder_is_dropped_for_newer_checkpoint() -> 
     assert find_upload(leader.hear(a=newer)).turn == 2
     assert leader.hear(a=replace(newer, held=())).upload, "a new leader may not have all reports yet"
     assert leader.wait(rules.HOLD_WAIT_S).upload is None
+
+
+def test_upload_whose_number_is_taken_is_dropped() -> None:
+    """A former leader of this job may have used it. The next turn begins anew."""
+    leader = Leader("a")
+    leader.begin(a=HOLDS)
+    verdict = leader.hear(a=replace(HOLDS, outdated_turn=1))
+    assert (verdict.upload, verdict.turn) == (None, 1)
+    leader.wait(0)
+    assert find_upload(leader.hear(a=replace(HOLDS, step=28, held=(replace(HELD, step=28),)))).turn == 2
+
+
+def test_all_leaders_of_job_have_the_same_writer() -> None:
+    """It tells this job's entries from those of another one."""
+    leader = Leader("a", "b")
+    assert leader.hear(b=replace(IDLE, nonce="bb")).writer == "bb"
+    verdict = leader.hear(a=replace(IDLE, nonce="aa"))
+    assert verdict.writer == "bb"
+    assert Leader("c", last=verdict).hear(c=replace(IDLE, nonce="cc")).writer == "bb"
 
 
 def test_second_writer_stops_all_archiving() -> None:
