@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.reader import parse_checkpoint_name
@@ -62,6 +63,16 @@ def parse_address(setting: str, text: str) -> Address:
             f"{setting} is {text[:100]!r}: write {scheme}://BUCKET/PREFIX without empty names or dots."
         )
     return Address(scheme, bucket, "/".join(parts))
+
+
+def parse_archive_setting(setting: str, value: object) -> str:
+    """Return a setting's address, that of a directory as an absolute path; empty for ``off``."""
+    if str(value).strip() in {"", "off"}:
+        return ""
+    address = parse_address(setting, str(value).strip())
+    if address.scheme == "file":
+        return str(Path(address.path).expanduser().absolute())
+    return str(address)
 
 
 def has_scheme(text: str) -> bool:

@@ -4,16 +4,16 @@ Every node reports the checkpoints that it could upload, and how far it is. The 
 
     due ──► requested ──► chosen ──► begun ──► complete ──► archived ──► due after the interval
               │             ▲  │        │          │
-              │ nobody held │  └────────┴──────────┴──► dropped: no progress, no node holds it, or its number is
-              └─ the step ──┘                            taken; due again at once
+              │ nobody held │  └────────┴──────────┴──► dropped: no progress, no node holds it, or its
+              └─ the step ──┘                            number is taken; due again at once
 
 - *requested*: all nodes commit `Verdict.request_step`, since each one commits at other steps by itself.
 - *chosen*: the owner, the first node that holds it, fixes the number in the archive's log.
 - *begun*: all nodes with the same content put their shares of the parts.
 - *complete*: every part is there. The owner puts the entry, which is the commit.
 
-An owner that is lost or fails is replaced, also after it has begun: the attempt is the same, and its entry can
-exist once only. A share of a node that is lost or fails goes to the others. A node that has put its share
+An owner that is lost or fails is replaced, also after it has begun: the attempt is the same, and its entry
+can exist once only. A share of a node that is lost or fails goes to the others. A node that has put its share
 takes half of the longest one. A part that two nodes put has the same bytes.
 
 Invariant: there is one upload at a time. The next leader goes on with it, since the verdict has all of it.
@@ -35,11 +35,12 @@ HOLD_WAIT_S = 30.0
 """Wait so long for the first node of the view, whose values count in a resume, once another one is ready.
 
 And for a node that holds what is uploaded, when there is none."""
-REQUEST_WAIT_S = 300.0
-"""Wait so long for the requested step, once it has passed; then the newest checkpoint counts."""
+REQUEST_WAIT_S = 60.0
+"""Wait so long, and twice a commit, for the requested step once it has passed; then take the newest one."""
 STALL_S = 900.0
 MAX_FAILURES = 3
 """In a row; then the others take a node's share."""
+LAST_UPLOAD_MARGIN = 1.5
 MAX_UPLOADERS = 32
 MAX_PARTS = 1 << 16
 MAX_HELD = 8
@@ -101,6 +102,9 @@ class NodeReport:
     step: int = 0
     """The newest that its workers have finished, 0 while none runs."""
     step_s: float = 0.0
+    """0 before it is measured."""
+    commit_s: float = 0.0
+    """What the last commit took."""
     held: tuple[HeldCheckpoint, ...] = ()
     begun: Begun | None = None
     attempt: str = ""
@@ -254,11 +258,11 @@ class ArchiveJudge(Judge):
     def _request(self) -> None:
         """Ask for a step that no node can have passed when it receives the verdict."""
         newest = max(self._reports.values(), key=lambda report: report.step)
-        if newest.step <= 0:
-            return  # no step has been finished, so nothing is worth it
-        lead = math.ceil(REQUEST_LEAD_S / newest.step_s) if newest.step_s > 0 else 0
-        step, every = newest.step + max(MIN_LEAD_STEPS, lead), self._interval.every_steps
-        step = (newest.step // every + 1) * every if every else step
+        if newest.step_s <= 0:
+            return  # no step has been measured
+        step = newest.step + max(MIN_LEAD_STEPS, math.ceil(REQUEST_LEAD_S / newest.step_s))
+        every = self._interval.every_steps
+        step = -(-step // every) * every if every else step
         self._held_at = self._passed_at = math.inf
         self._verdict = replace(self._verdict, request_step=step)
 
@@ -275,7 +279,8 @@ class ArchiveJudge(Judge):
             return
         if newest_step >= wanted:
             self._passed_at = min(self._passed_at, now)
-        if now - self._passed_at >= REQUEST_WAIT_S:
+        commit_s = max(report.commit_s for report in self._reports.values())
+        if now - self._passed_at >= REQUEST_WAIT_S + 2 * commit_s:
             newest = max((held for _, held in self._list_held()), key=lambda h: h.version, default=None)
             self._verdict = replace(self._verdict, request_step=0)
             if newest:
@@ -285,7 +290,9 @@ class ArchiveJudge(Judge):
         """Return the checkpoints that are newer than the newest archived one, by the nodes' ranks."""
         archived = self._verdict.archived.version if self._verdict.archived else (0, 0)
         ranked = self._rank(self._reports)
-        return [(node, held) for node in ranked for held in self._reports[node].held if held.version > archived]
+        return [
+            (node, held) for node in ranked for held in self._reports[node].held if held.version > archived
+        ]
 
     def _rank(self, nodes: Collection[str]) -> list[str]:
         """Sort nodes by rank, members first."""
@@ -364,6 +371,50 @@ def share_parts(upload: Upload, nodes: Sequence[str]) -> tuple[Share, ...]:
         if not left[node] and (half := len(left[longest]) // 2):
             left[longest], left[node] = left[longest][:-half], left[longest][-half:]
     return tuple(Share(node, to_ranges(parts)) for node, parts in left.items() if parts)
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """What a node knows when its agent ends.
+
+    ``is_over``: the job has ended on all nodes; ``is_rejected``: because its state is wrong. ``left_s``:
+    until this node must end; None without a signal. ``bytes_per_s``: as measured here, 0 if unknown.
+    """
+
+    newest: Version | None
+    archived: Version | None = None
+    is_over: bool = False
+    is_rejected: bool = False
+    rank: int = 0
+    members: int = 1
+    is_finisher: bool = False
+    left_s: float | None = None
+    file_bytes: int = 0
+    bytes_per_s: float = 0.0
+
+
+def decide_last_upload(end: JobEnd) -> tuple[bool, str]:
+    """Decide whether this node archives the job's last checkpoint, alone; the text says why not.
+
+    After a normal end it is the first node's. When all nodes are stopped, it is the leader's, if there is
+    time. A node that leaves while others train has nothing to do.
+    """
+    is_known = end.newest is None or (end.archived is not None and end.archived >= end.newest)
+    is_chosen = end.rank == 0 if end.is_over else (end.members == 1 or end.is_finisher)
+    if end.newest is None or is_known or end.is_rejected or not is_chosen:
+        return False, ""
+    if end.left_s is None:
+        return True, ""
+    what = f"step {end.newest[1]} is not archived, and is on this node's disk: "
+    if not end.bytes_per_s:
+        return False, f"{what}how fast the archive is was not measured, and this node must end now."
+    needed_s = LAST_UPLOAD_MARGIN * end.file_bytes / end.bytes_per_s
+    if needed_s > end.left_s:
+        return (
+            False,
+            f"{what}its upload would take {needed_s:.0f} s, and --grace leaves {max(0.0, end.left_s):.0f} s.",
+        )
+    return True, ""
 
 
 def to_ranges(parts: Iterable[int]) -> Ranges:

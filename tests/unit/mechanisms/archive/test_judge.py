@@ -85,10 +85,9 @@ def test_first_upload_is_due_at_once_and_later_ones_after_interval() -> None:
         (IDLE, 20),  # four seconds ahead
         (replace(IDLE, step_s=0.01), 412),
         (replace(IDLE, step_s=60.0), 14),
-        (replace(IDLE, step_s=0.0), 14),  # not measured
-        (replace(IDLE, step=0), 0),  # no step is finished
+        (replace(IDLE, step_s=0.0), 0),  # not measured
         (replace(IDLE, every_steps=10), 20),
-        (replace(IDLE, every_steps=12), 24),  # the multiple has passed
+        (replace(IDLE, every_steps=19), 38),  # the nearest multiple comes too soon
     ],
 )
 def test_requested_step_is_ahead_of_all_nodes(report: NodeReport, step: int) -> None:
@@ -136,6 +135,8 @@ def test_newest_checkpoint_counts_when_no_node_holds_the_requested_step() -> Non
     assert leader.wait(2 * rules.REQUEST_WAIT_S).upload is None, "the step is still to come"
     leader.hear(a=passed)
     assert leader.wait(rules.REQUEST_WAIT_S - 1).upload is None
+    leader.hear(a=replace(passed, commit_s=10.0))
+    assert leader.wait(20).upload is None, "a commit may take longer"
     assert find_upload(leader.wait(1)).step == 18
 
 
