@@ -7,7 +7,7 @@ Every node reports the checkpoints that it could upload, and how far it is. The 
               │ nobody held │  └────────┴──────────┴──► dropped: no progress, no node holds it, or its
               └─ the step ──┘                            number is taken; due again at once
 
-- *requested*: all nodes commit `Verdict.request_step`, since each one commits at other steps by itself.
+- *requested*: all nodes commit ``request_step``, since each one commits at other steps by itself.
 - *chosen*: the owner, the first node that holds it, fixes the number in the archive's log.
 - *begun*: all nodes with the same content put their shares of the parts.
 - *complete*: every part is there. The owner puts the entry, which is the commit.
@@ -95,7 +95,7 @@ class NodeReport:
     """The fact of a node."""
 
     nonce: str = ""
-    """Random; that of one node becomes `Verdict.writer`."""
+    """Random; that of one node becomes `ArchiveVerdict.writer`."""
     every_s: float = 0.0
     every_steps: int = 0
     """The interval; 0: it is `every_s`."""
@@ -161,7 +161,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ArchiveVerdict:
     """What the leader tells all nodes."""
 
     request_step: int = 0
@@ -183,6 +183,7 @@ class ArchiveJudge(Judge):
 
     def __init__(self, scope: Scope) -> None:
         self._leader = scope.leader
+        self._last_body = scope.last_body
         self._verdict = _decode_last(scope.last_body)
         self._reports: dict[str, NodeReport] = {}
         self._members: tuple[str, ...] = ()
@@ -224,7 +225,7 @@ class ArchiveJudge(Judge):
     def judge(self, now: float) -> Judgment:
         """Return the verdict."""
         if not self._reports:
-            return Judgment(encode_body(self._verdict))
+            return Judgment(self._last_body)
         if self._archived_at is None:
             self._archived_at, self._progress_at, self._held_at = now - self._verdict.age_s, now, now
         writer = self._verdict.writer or self._interval.nonce
@@ -374,7 +375,7 @@ def share_parts(upload: Upload, nodes: Sequence[str]) -> tuple[Share, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class JobEnd:
+class EndFacts:
     """What a node knows when its agent ends.
 
     ``is_over``: the job has ended on all nodes; ``is_rejected``: because its state is wrong. ``left_s``:
@@ -393,7 +394,7 @@ class JobEnd:
     bytes_per_s: float = 0.0
 
 
-def decide_last_upload(end: JobEnd) -> tuple[bool, str]:
+def decide_last_upload(end: EndFacts) -> tuple[bool, str]:
     """Decide whether this node archives the job's last checkpoint, alone; the text says why not.
 
     After a normal end it is the first node's. When all nodes are stopped, it is the leader's, if there is
@@ -434,12 +435,12 @@ def iter_parts(ranges: Ranges, count: int = MAX_PARTS) -> Iterator[int]:
         yield from range(max(first, 0), min(stop, count))
 
 
-def _decode_last(body: FactBody) -> Verdict:
+def _decode_last(body: FactBody) -> ArchiveVerdict:
     """Return the verdict of the last leader; an empty one if there is none, or of another version."""
     try:
-        return decode_body(Verdict, body) if body else Verdict()
+        return decode_body(ArchiveVerdict, body) if body else ArchiveVerdict()
     except ValueError:
-        return Verdict()
+        return ArchiveVerdict()
 
 
 UPLOADS = Topic("archive", ArchiveJudge, is_of_job=True)

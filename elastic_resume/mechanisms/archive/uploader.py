@@ -29,17 +29,17 @@ from elastic_resume.mechanisms.archive.description import ArchiveStatus
 from elastic_resume.mechanisms.archive.judge import (
     UPLOADS,
     ArchivedVersion,
+    ArchiveVerdict,
     Begun,
-    JobEnd,
+    EndFacts,
     NodeReport,
     Upload,
-    Verdict,
     Version,
     decide_last_upload,
     iter_parts,
     to_ranges,
 )
-from elastic_resume.mechanisms.archive.open_checkpoint import OpenCheckpoint
+from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, decode_body, encode_body
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.policy.restart import JudgedFailure
@@ -63,7 +63,7 @@ LAST_FAILURE_LIMIT_S = 120.0
 CLOSE_TIMEOUT_S = 1.0
 
 
-class FailureLog:
+class ArchiveFailures:
     """The failures of the archive in a row: when to try again, and when to log."""
 
     def __init__(self) -> None:
@@ -136,11 +136,11 @@ class ArchiveUploader(AgentPart):
         self._wakeup = threading.Event()  # a signal to stop
         self._committed: deque[Path] = deque(maxlen=MAX_KEPT)  # checkpoints that the thread opens
         self._archived_at = 0.0  # of `_verdict.archived`, on this machine's clock
-        self._verdict, self._verdict_body = Verdict(), ""
+        self._verdict, self._verdict_body = ArchiveVerdict(), ""
         self._sent_body = ""
         # Only the thread writes these, and opens and closes checkpoints.
-        self._held: dict[Version, OpenCheckpoint] = {}
-        self._failures = FailureLog()
+        self._held: dict[Version, PinnedCheckpoint] = {}
+        self._failures = ArchiveFailures()
         self._begun: Begun | None = None
         self._begun_at = 0.0
         self._attempt, self._put = "", frozenset[int]()
@@ -198,7 +198,7 @@ class ArchiveUploader(AgentPart):
         self._thread.request_close()
         newest = self._find_newest()
         with contextlib.suppress(CheckpointError):  # the committer has logged that nothing was saved
-            checkpoint = OpenCheckpoint(newest[0], self._run_id) if newest else None
+            checkpoint = PinnedCheckpoint(newest[0], self._run_id) if newest else None
             is_due, text = decide_last_upload(self._describe_end(checkpoint))
             if text:
                 logger.warning("%s", text)
@@ -211,11 +211,11 @@ class ArchiveUploader(AgentPart):
             return [entry.path for entry in Catalog(self._node_dir, self._run_id).list_valid()[:1]]
         return []
 
-    def _read_verdict(self) -> Verdict:
+    def _read_verdict(self) -> ArchiveVerdict:
         fact = self._client.verdicts.get(UPLOADS.name) if self._client else None
         if fact is not None and fact.body != self._verdict_body:
             self._verdict_body, before = fact.body, self._verdict.archived
-            self._verdict = verdict = decode_body(Verdict, fact.body)
+            self._verdict = verdict = decode_body(ArchiveVerdict, fact.body)
             if verdict.archived != before:
                 self._archived_at = time.monotonic() - verdict.age_s
         return self._verdict
@@ -277,7 +277,7 @@ class ArchiveUploader(AgentPart):
         while self._committed:
             path = self._committed.popleft()
             with contextlib.suppress(CheckpointError):  # pruned meanwhile
-                opened = OpenCheckpoint(path, self._run_id)
+                opened = PinnedCheckpoint(path, self._run_id)
                 if replaced := self._held.pop(opened.held.version, None):
                     replaced.close()
                 self._held[opened.held.version] = opened
@@ -285,7 +285,7 @@ class ArchiveUploader(AgentPart):
         for version in self._held.keys() - kept:
             self._held.pop(version).close()
 
-    def _advance(self, upload: Upload, checkpoint: OpenCheckpoint) -> bool:
+    def _advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
         """Begin the upload, put the next part of this node's share, or put the entry; or nothing."""
         archive, node = self._archive, self._node
         if archive is None or self._outdated_turn == upload.turn:
@@ -314,13 +314,13 @@ class ArchiveUploader(AgentPart):
         self._commit(archive, Attempt(upload.number, upload.attempt, upload.version), checkpoint)
         return True
 
-    def _put_part(self, archive: Archive, attempt: str, checkpoint: OpenCheckpoint, part: int) -> None:
+    def _put_part(self, archive: Archive, attempt: str, checkpoint: PinnedCheckpoint, part: int) -> None:
         data = checkpoint.read_part(part)
         began = time.monotonic()
         archive.put_part(attempt, part, data)
         self._put_bytes, self._put_s = self._put_bytes + len(data), self._put_s + time.monotonic() - began
 
-    def _commit(self, archive: Archive, attempt: Attempt, checkpoint: OpenCheckpoint) -> None:
+    def _commit(self, archive: Archive, attempt: Attempt, checkpoint: PinnedCheckpoint) -> None:
         """Put the entry, and delete what is not needed any more; an error of that is logged only."""
         candidates = archive.list_attempts()
         archive.commit(attempt, checkpoint.manifest_bytes, checkpoint.part_bytes)
@@ -359,11 +359,11 @@ class ArchiveUploader(AgentPart):
 
     # ---- the end of the job ---------------------------------------------------------------------------
 
-    def _describe_end(self, newest: OpenCheckpoint | None) -> JobEnd:
+    def _describe_end(self, newest: PinnedCheckpoint | None) -> EndFacts:
         verdict, world = self._read_verdict(), self._world
         end = self._client.job_end if self._client else None
         known = [each.version for each in (verdict.archived, self._archived) if each]
-        return JobEnd(
+        return EndFacts(
             newest=newest.held.version if newest and not (self._refusal or verdict.refusal) else None,
             archived=max(known, default=None),
             is_over=end is not None,
@@ -386,9 +386,9 @@ class ArchiveUploader(AgentPart):
             grace_s = DEFAULT_GRACE_S
         return self._stopping_at + grace_s - time.monotonic()
 
-    def _upload_last(self, checkpoint: OpenCheckpoint, archive: Archive) -> None:
+    def _upload_last(self, checkpoint: PinnedCheckpoint, archive: Archive) -> None:
         """Upload a checkpoint without the other nodes; give up when time is over, and log what is missing."""
-        began, done, failures = time.monotonic(), 0, FailureLog()
+        began, done, failures = time.monotonic(), 0, ArchiveFailures()
         self._begun_at = began
         manifest, attempt, part = checkpoint.manifest, None, 0
         what = f"archiving step {manifest.step}, the last one"

@@ -11,13 +11,13 @@ from elastic_resume.mechanisms.archive.judge import (
     UPLOADS,
     ArchivedVersion,
     ArchiveJudge,
+    ArchiveVerdict,
     Begun,
     HeldCheckpoint,
     NodeReport,
     Ranges,
     Share,
     Upload,
-    Verdict,
     share_parts,
 )
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
@@ -33,24 +33,24 @@ UPLOAD = Upload(1, 1, 20, "same", 8, "a", 3, ATTEMPT)
 class Leader:
     """A judge with its clock; reports go in, and the newest verdict comes out."""
 
-    def __init__(self, *members: str, last: Verdict | None = None) -> None:
+    def __init__(self, *members: str, last: ArchiveVerdict | None = None) -> None:
         body = encode_body(last) if last else FactBody("")
         self.judge = ArchiveJudge(Scope(0, (), "a", 3.0, body))
         self.judge.start_view(1, members)
         self.now = 1000.0
 
-    def hear(self, **reports: NodeReport) -> Verdict:
+    def hear(self, **reports: NodeReport) -> ArchiveVerdict:
         """Take a report of each of these nodes."""
         for node, report in reports.items():
             self.judge.add(node, Fact(UPLOADS.name, 0, encode_body(report)), self.now)
         return self.wait(0.0)
 
-    def wait(self, seconds: float) -> Verdict:
+    def wait(self, seconds: float) -> ArchiveVerdict:
         """Judge after this time."""
         self.now += seconds
-        return decode_body(Verdict, self.judge.judge(self.now).body)
+        return decode_body(ArchiveVerdict, self.judge.judge(self.now).body)
 
-    def begin(self, **reports: NodeReport) -> Verdict:
+    def begin(self, **reports: NodeReport) -> ArchiveVerdict:
         """Have the nodes hold step 20, and the first one begin its upload."""
         self.hear(**dict.fromkeys(reports, IDLE))
         verdict = self.hear(**reports)
@@ -59,7 +59,7 @@ class Leader:
         return self.hear(**{first: replace(reports[first], begun=Begun(verdict.turn, 3, ATTEMPT))})
 
 
-def find_upload(verdict: Verdict) -> Upload:
+def find_upload(verdict: ArchiveVerdict) -> Upload:
     """Return the upload under way."""
     assert verdict.upload
     return verdict.upload
@@ -100,7 +100,7 @@ def test_interval_goes_on_with_the_next_leader() -> None:
     """Leaders that die more often than the interval would archive nothing, or too often."""
     archived = ArchivedVersion(1, 20)
     for age_s, is_due in ((90.0, False), (100.0, True)):
-        leader = Leader("a", last=Verdict(archived=archived, age_s=age_s))
+        leader = Leader("a", last=ArchiveVerdict(archived=archived, age_s=age_s))
         assert bool(leader.hear(a=IDLE).request_step) == is_due
     assert leader.wait(10).age_s == 110
 
@@ -142,7 +142,7 @@ def test_newest_checkpoint_counts_when_no_node_holds_the_requested_step() -> Non
 
 def test_checkpoint_is_not_archived_twice() -> None:
     """A step that the archive has is never written again."""
-    leader = Leader("a", last=Verdict(archived=ArchivedVersion(1, 20), age_s=1000.0))
+    leader = Leader("a", last=ArchiveVerdict(archived=ArchivedVersion(1, 20), age_s=1000.0))
     assert leader.hear(a=replace(HOLDS, step=15)).request_step
     leader.hear(a=replace(HOLDS, step=40))
     assert leader.wait(rules.REQUEST_WAIT_S).upload is None

@@ -16,7 +16,7 @@ from elastic_resume.errors import CorruptError, UnreadableError
 from elastic_resume.mechanisms.archive.judge import HeldCheckpoint
 
 
-class OpenCheckpoint:
+class PinnedCheckpoint:
     """A checkpoint of this node's disk, by open descriptor; `close` it."""
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -51,7 +51,7 @@ class OpenCheckpoint:
                 digest = xxhash.xxh3_128_hexdigest(data[offset : offset + manifest.block_bytes])
                 if digest != manifest.blocks[(start + offset) // manifest.block_bytes]:
                     raise CorruptError(
-                        f"{constants.STATE_FILE}: the block at byte {start + offset} does not match its digest."
+                        f"{constants.STATE_FILE}: the block at {start + offset} does not match its digest."
                     )
         return data
 
