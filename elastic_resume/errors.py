@@ -151,21 +151,12 @@ class ArchiveError(ElasticResumeError):
     """The archive cannot be reached, or refuses a request.
 
     Raised by commands that are given an archive's address. An agent logs it and tries again; training
-    continues. The text names the cause and the remedy. ``kind`` is one of `KINDS`.
+    continues. The text names the cause and the remedy. ``kind`` is
+    credentials, forbidden, missing-bucket, region, quota, clock-skew, frozen, unavailable, slow, cut,
+    unsupported or second-writer.
     """
 
     is_deterministic = False
-    KINDS = (
-        "credentials",  # there are none, or they are wrong or expired
-        "forbidden",
-        "missing-bucket",
-        "quota",
-        "clock-skew",
-        "unavailable",  # no connection, or an error of the server
-        "slow",
-        "cut",  # the connection ended within a transfer
-        "unsupported",
-    )
 
     def __init__(self, *args: object, kind: str = "unavailable") -> None:
         super().__init__(*args)

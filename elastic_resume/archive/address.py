@@ -1,4 +1,4 @@
-"""Parse addresses of archives. Pure.
+"""Parse addresses of archives.
 
 An address is ``s3://BUCKET/PREFIX``, ``gs://…``, ``az://CONTAINER/PREFIX``, ``file:///DIRECTORY``, a plain
 path, or one of another scheme that fsspec knows. It never contains a secret.
@@ -6,17 +6,18 @@ path, or one of another scheme that fsspec knows. It never contains a secret.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic_resume import constants
-from elastic_resume.checkpoint.reader import parse_checkpoint_name
 from elastic_resume.errors import ConfigError
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
 MAX_ADDRESS_CHARS = 700  # a name in S3 has at most 1024
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(r"(s3|gs|az|file):/?(?!/)")
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._=+,:-]{1,255}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 
@@ -28,9 +29,23 @@ class Address:
     bucket: str
     path: str
 
+    @property
+    def name(self) -> str:
+        """The last component; "" if there is none."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Address:
+        """The address without its last component."""
+        above = self.path.rpartition("/")[0]
+        return replace(self, path=above or ("/" if self.scheme == "file" else ""))
+
+    def __truediv__(self, name: str) -> Address:
+        return replace(self, path=f"{self.path.rstrip('/')}/{name}" if self.path else name)
+
     def __str__(self) -> str:
         if self.scheme == "file":
-            return self.path
+            return f"file://{self.path}"
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
 
 
@@ -43,26 +58,25 @@ def parse_address(setting: str, text: str) -> Address:
     """
     match = _SCHEME.match(text)
     scheme, rest = (match[1].lower(), text[match.end() :]) if match else ("file", text)
-    if match and (("@" in rest.partition("/")[0]) or "?" in rest or "#" in rest):
+    if "?" in text or "#" in text or "@" in (rest.partition("/")[0] if match else text):
         raise ConfigError(
             f"{setting} has a user, password, signature or other part that does not belong into an address: "
-            f"write {scheme}://BUCKET/PREFIX, and give credentials in the environment."
+            "write s3://BUCKET/PREFIX, and give credentials in the environment."
         )
-    if not text or len(text) > MAX_ADDRESS_CHARS or not text.isprintable():
-        raise ConfigError(
-            f"{setting} is {text[:100]!r}: write s3://BUCKET/PREFIX, gs://…, az://… or a directory."
-        )
+    wrong = f"{setting} is {text[:100]!r}: write "
+    if not text.strip() or len(text) > MAX_ADDRESS_CHARS or not text.isprintable():
+        raise ConfigError(wrong + "s3://BUCKET/PREFIX, gs://BUCKET/…, az://CONTAINER/… or a directory.")
+    if _ONE_SLASH.match(text):
+        raise ConfigError(wrong + "two slashes behind the colon, as in s3://BUCKET/PREFIX.")
     if scheme == "file":
         if match and not rest.startswith("/"):
-            raise ConfigError(f"{setting} is {text[:100]!r}: write file:///DIRECTORY, with three slashes.")
-        return Address("file", "", rest if rest == "/" else rest.rstrip("/"))
+            raise ConfigError(wrong + "file:///DIRECTORY, with three slashes.")
+        return Address("file", "", rest.rstrip("/") or "/")
     bucket, _, path = rest.partition("/")
-    parts = path.strip("/").split("/")
-    if not _BUCKET.fullmatch(bucket) or any(part in {"", ".", ".."} for part in parts if path.strip("/")):
-        raise ConfigError(
-            f"{setting} is {text[:100]!r}: write {scheme}://BUCKET/PREFIX without empty names or dots."
-        )
-    return Address(scheme, bucket, "/".join(parts))
+    names = path.strip("/").split("/") if path.strip("/") else []
+    if not _BUCKET.fullmatch(bucket) or not all(_NAME.fullmatch(name) for name in names):
+        raise ConfigError(wrong + f"{scheme}://BUCKET/PREFIX of letters, digits and the signs . _ = + , : -")
+    return Address(scheme, bucket, "/".join(names))
 
 
 def parse_archive_setting(setting: str, value: object) -> str:
@@ -75,19 +89,12 @@ def parse_archive_setting(setting: str, value: object) -> str:
     return str(address)
 
 
-def has_scheme(text: str) -> bool:
-    """Whether ``text`` is an address with a scheme, not a path."""
-    return _SCHEME.match(text) is not None
+def parse_source(text: str | os.PathLike[str]) -> Path | Address:
+    """Return the address of an archive, or of what is in it, or a path if ``text`` has no scheme.
 
+    Raises:
+        ConfigError: as `parse_address`.
 
-def split_last(address: Address) -> tuple[Address, str]:
-    """Return the address without its last component, and that component, "" if there is none."""
-    parent, _, name = address.path.rpartition("/")
-    if address.scheme == "file" and not parent and address.path.startswith("/"):
-        parent = "/"
-    return replace(address, path=parent), name
-
-
-def is_run_id(name: str) -> bool:
-    """Whether ``name`` may be a run's."""
-    return re.fullmatch(constants.SAFE_NAME_PATTERN, name) is not None and not parse_checkpoint_name(name)
+    """
+    text = os.fspath(text)
+    return parse_address("the address", text) if _SCHEME.match(text) else Path(text)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ import xxhash
 
 from elastic_resume import constants, failpoints
 from elastic_resume.archive import entries
-from elastic_resume.archive.address import Address, parse_address
+from elastic_resume.archive.address import OBJECT_SCHEMES, Address, parse_address
 from elastic_resume.archive.directory_store import DirectoryStore
 from elastic_resume.archive.entries import (
     ArchivedCheckpoint,
@@ -23,7 +25,7 @@ from elastic_resume.archive.entries import (
     EntryHeader,
 )
 from elastic_resume.archive.store import Store
-from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.layout import MAX_HEADER_BYTES, Layout
 from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.errors import (
     ArchiveError,
@@ -59,7 +61,62 @@ def open_store(address: Address) -> Store:
     """Return the store at ``address``; raise ConfigError if a package that it needs is missing."""
     if address.scheme == "file":
         return DirectoryStore(Path(address.path).absolute())
-    raise ConfigError(f"{address.scheme}:// is no known kind of archive.")
+    if address.scheme in OBJECT_SCHEMES:
+        try:
+            from elastic_resume.archive.obstore_store import ObstoreStore  # noqa: PLC0415  an extra
+        except ImportError as error:
+            raise ConfigError(
+                f"{address}: takes the package obstore, which is not installed here: pip install "
+                "'elastic-resume[remote]' (on Python 3.11 or newer)."
+            ) from error
+        return ObstoreStore(address)
+    try:
+        from elastic_resume.archive.fsspec_store import FsspecStore  # noqa: PLC0415  imports asyncio
+    except ImportError as error:
+        raise ConfigError(
+            f"{address}: takes the package fsspec, which is not installed here: pip install fsspec."
+        ) from error
+    return FsspecStore(address)
+
+
+def _ignore_progress(_: int) -> None:
+    pass
+
+
+def try_store(store: Store) -> bool:
+    """Put, get, list and delete an object; return whether the store can create one only if there is none.
+
+    Raises:
+        ArchiveError: a request fails, or its answer is wrong.
+
+    """
+    directory, name, data = ".doctor", secrets.token_hex(8), secrets.token_bytes(1000)
+    path = f"{directory}/{name}"
+    store.put(path, data)
+    try:
+        received = store.get_range(path, 10, 100)
+        is_listed = any(stored.name == name for stored in store.list(directory))
+        can_create = True
+        try:
+            is_replaced = store.put_if_absent(path, data)
+        except ArchiveError as error:
+            if error.kind != "unsupported":
+                raise
+            can_create = is_replaced = False
+    finally:
+        store.delete(path)
+    wrong = {
+        "it returns other bytes than it was given": bytes(received or b"") != data[10:110],
+        "it does not list what was just put": not is_listed,
+        "it replaces an object that it is told to keep": is_replaced,
+    }
+    for problem in (problem for problem, is_wrong in wrong.items() if is_wrong):
+        raise ArchiveError(f"{store.description}: {problem}; choose another store.")
+    return can_create
+
+
+def _ignore_progress(_: int) -> None:
+    pass
 
 
 class Archive:
@@ -70,7 +127,7 @@ class Archive:
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
-        self._run_id = run_id
+        self.run_id = run_id
         self._headers: dict[int, EntryHeader] = {}  # entries never change
         self._has_warned = False
         self.description = f"{store.description.rstrip('/')}/{run_id}"
@@ -79,7 +136,7 @@ class Archive:
 
     def list_numbers(self) -> list[int]:
         """Return the numbers of all entries, newest first; raise ArchiveError if it cannot list them."""
-        names = self._store.list(f"{self._run_id}/log")
+        names = self._store.list(f"{self.run_id}/log")
         numbers = [entries.parse_number(stored.name) for stored in names if not stored.is_prefix]
         return sorted((number for number in numbers if number is not None), reverse=True)
 
@@ -94,7 +151,16 @@ class Archive:
             data = self._store.get_range(self._entry_name(number), 0, entries.MAX_ENTRY_BYTES + 1)
             if data is None:
                 raise TornError("does not exist any more.")
-            return entries.parse_entry(number, data, self._run_id)
+            return entries.parse_entry(number, data, self.run_id)
+
+    def find_numbers(self, version: tuple[int, int]) -> list[int]:
+        """Return the numbers of the entries of (generation, step), newest first; raise ArchiveError."""
+        headers = self._read_headers(self.list_numbers())
+        return [
+            number
+            for number, header in headers.items()
+            if header is not None and entries.parse_attempt_id(header.attempt) == version
+        ]
 
     def list_checkpoints(self, limit: int) -> list[ArchivedCheckpoint | BadEntry]:
         """Return the newest ``limit`` entries, newest first; those deleted meanwhile are left out.
@@ -138,7 +204,7 @@ class Archive:
         self,
         archived: ArchivedCheckpoint,
         into: memoryview | None = None,
-        on_verified: Callable[[int], object] = lambda _: None,
+        on_verified: Callable[[int], object] = _ignore_progress,
         threads: int = _THREADS,
     ) -> memoryview:
         """Read the image into ``into`` (of exactly its size) or new memory, and verify every byte.
@@ -171,21 +237,51 @@ class Archive:
             Layout.parse(image, manifest.file_bytes)
         return image
 
+    def verify_image(
+        self, archived: ArchivedCheckpoint, on_verified: Callable[[int], object] = _ignore_progress
+    ) -> None:
+        """Read the image and verify every byte, without memory for all of it; as `read_image`."""
+        manifest, header = archived.manifest, bytearray()
+        size = manifest.block_bytes * _THREADS
+        memory = allocate_memory(min(size, manifest.file_bytes))
+        with ThreadPoolExecutor(_THREADS, "elastic-resume-archive") as threads:
+            for start in range(0, manifest.file_bytes, size):
+                batch = memory[: manifest.file_bytes - start]
+                offsets = range(0, len(batch), manifest.block_bytes)
+                blocks = [batch[offset : offset + manifest.block_bytes] for offset in offsets]
+                first = start // manifest.block_bytes
+                numbers = range(first, first + len(blocks))
+                for _ in threads.map(functools.partial(self._read_block, archived), numbers, blocks):
+                    pass
+                if len(header) < MAX_HEADER_BYTES:
+                    header += batch
+                on_verified(start + len(batch))
+        with self._translate_errors(archived.attempt):
+            Layout.parse(header, manifest.file_bytes)
+
     def _read_block(self, archived: ArchivedCheckpoint, index: int, into: memoryview) -> None:
-        """Read one block. It is read twice before it counts as damaged, since a network may damage it too."""
+        """Read one block. Read it again before it counts as damaged: the network may have done it."""
         part, offset = divmod(index * archived.manifest.block_bytes, archived.part_bytes)
         name = self._part_name(archived.attempt, part)
         with self._translate_errors(f"part {part} of {archived.attempt}"):
-            for _ in range(2):
-                data = self._store.get_range(name, offset, len(into))
-                if data is None:
-                    raise TornError("is missing.")
-                if len(data) < len(into):
-                    raise TornError(f"ends at byte {offset + len(data)}.")
-                if xxhash.xxh3_128_hexdigest(data) == archived.manifest.blocks[index]:
-                    into[:] = data
+            for is_last_try in (False, True):
+                try:
+                    into[:] = self._get_block(name, offset, len(into), archived.manifest.blocks[index])
+                except (TornError, CorruptError):
+                    if is_last_try:
+                        raise
+                else:
                     return
-            raise CorruptError(f"bytes {offset} to {offset + len(into)} do not match their digest.")
+
+    def _get_block(self, name: str, offset: int, size: int, digest: str) -> memoryview:
+        data = self._store.get_range(name, offset, size)
+        if data is None:
+            raise TornError("is missing.")
+        if len(data) < size:
+            raise TornError(f"ends at byte {offset + len(data)}.")
+        if len(data) > size or xxhash.xxh3_128_hexdigest(data) != digest:
+            raise CorruptError(f"bytes {offset} to {offset + size} do not match their digest.")
+        return data
 
     # ---- writing ---------------------------------------------------------------------------------------
 
@@ -195,8 +291,8 @@ class Archive:
         ``nonce`` makes its id unique: 8 to 32 random hexadecimal digits. Nothing is written.
         """
         numbers = self.list_numbers()
-        prior = {name for name in self.list_attempts() if entries.parse_attempt_id(name) == version}
-        if prior and any(h is not None and h.attempt in prior for h in self._read_headers(numbers).values()):
+        has_parts = any(entries.parse_attempt_id(name) == version for name in self.list_attempts())
+        if has_parts and self.find_numbers(version):
             return None
         return Attempt(max(numbers, default=0) + 1, entries.make_attempt_id(version, nonce), version)
 
@@ -241,7 +337,7 @@ class Archive:
 
     def list_attempts(self) -> list[str]:
         """Return the ids of all attempts of which there are parts, also unfinished ones."""
-        names = self._store.list(f"{self._run_id}/parts")
+        names = self._store.list(f"{self.run_id}/parts")
         return [s.name for s in names if s.is_prefix and entries.parse_attempt_id(s.name) is not None]
 
     def sweep(self, candidates: Iterable[str]) -> list[str]:
@@ -276,7 +372,18 @@ class Archive:
 
     def put_events(self, node: str, data: bytes) -> None:
         """Store the newest events of a node, for ``report``."""
-        self._store.put(f"{self._run_id}/events/{node}.jsonl", data)
+        self._store.put(f"{self.run_id}/events/{node}.jsonl", data)
+
+    def read_events(self) -> dict[str, memoryview]:
+        """Return the newest events of each node, by its name; raise ArchiveError."""
+        names = [stored.name for stored in self._store.list(f"{self.run_id}/events")]
+        nodes = [name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")]
+        found = {
+            node: self._store.get_range(f"{self.run_id}/events/{node}.jsonl", 0, MAX_EVENTS_BYTES)
+            for node in nodes
+            if re.fullmatch(constants.SAFE_NAME_PATTERN, node)
+        }
+        return {node: data for node, data in found.items() if data is not None}
 
     def _put_entry(self, number: int, data: bytes) -> bool:
         name = self._entry_name(number)
@@ -320,7 +427,7 @@ class Archive:
         return self._headers[number]
 
     def _delete_attempt(self, attempt_id: str) -> None:
-        prefix = f"{self._run_id}/parts/{attempt_id}"
+        prefix = f"{self.run_id}/parts/{attempt_id}"
         for stored in self._store.list(prefix):
             self._store.delete(f"{prefix}/{stored.name}")
 
@@ -336,10 +443,10 @@ class Archive:
     # ---- names and errors ------------------------------------------------------------------------------
 
     def _entry_name(self, number: int) -> str:
-        return f"{self._run_id}/log/{number:08d}"
+        return f"{self.run_id}/log/{number:08d}"
 
     def _part_name(self, attempt_id: str, index: int) -> str:
-        return f"{self._run_id}/parts/{attempt_id}/{index:05d}"
+        return f"{self.run_id}/parts/{attempt_id}/{index:05d}"
 
     @contextlib.contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:

@@ -32,7 +32,7 @@ class DirectoryStore:
         """``root`` and its parents are created by the first put."""
         self._root = root
         self._disk = disk
-        self.description = str(root)
+        self.description = f"file://{root}"
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """See base class."""
