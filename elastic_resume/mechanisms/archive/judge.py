@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
 
-REQUEST_LEAD_S = 4.0
-"""A report is a second old, and a verdict needs two heartbeats."""
+REQUEST_LEAD_S = 2.5
+"""A report is a second old, and a verdict takes two heartbeats."""
 MIN_LEAD_STEPS = 2
 HOLD_WAIT_S = 30.0
 """Wait so long for the first node of the view, whose values count in a resume, once another one is ready.

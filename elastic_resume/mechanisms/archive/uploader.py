@@ -172,13 +172,11 @@ class ArchiveUploader(AgentPart):
             self._send_report()
 
     def update(self, client: RendezvousClient) -> ArchiveStatus | None:
-        """Hand the requested step to the workers, report, and return what is archived."""
+        """Report the newest step, and return what is archived."""
         del client
         if self._archive is None:
             return None
         self._rate.update()
-        self._read_verdict()
-        self._committer.slot_pool.control_block.set("commit_step", self._verdict.request_step)
         self._send_report()
         upload, archived = self._verdict.upload, self._verdict.archived
         return ArchiveStatus(
@@ -247,9 +245,13 @@ class ArchiveUploader(AgentPart):
     # ---- the thread -----------------------------------------------------------------------------------
 
     def _work(self) -> float:
-        """Do one thing for the upload under way; return the seconds until the next one."""
+        """Hand the requested step to the workers, and do one thing for the upload under way.
+
+        Return the seconds until the next one.
+        """
         lower_priority()
         verdict = self._read_verdict()
+        self._committer.slot_pool.control_block.set("commit_step", verdict.request_step)
         self._open_committed(verdict.upload)
         checkpoint = self._held.get(verdict.upload.version) if verdict.upload else None
         if not verdict.upload or not checkpoint or time.monotonic() < self._failures.retry_at:

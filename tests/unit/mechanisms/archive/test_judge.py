@@ -25,7 +25,7 @@ from elastic_resume.rendezvous.facts import Fact, FactBody, Scope
 
 ATTEMPT = "g000001-s0000000020-0123456789"
 HELD = HeldCheckpoint(1, 20, "same", 8)
-IDLE = NodeReport(every_s=100.0, step=12, step_s=0.5)
+IDLE = NodeReport(every_s=100.0, step=12, step_s=0.3125)
 HOLDS = replace(IDLE, step=20, held=(HELD,))
 UPLOAD = Upload(1, 1, 20, "same", 8, "a", 3, ATTEMPT)
 
@@ -82,8 +82,8 @@ def test_first_upload_is_due_at_once_and_later_ones_after_interval() -> None:
 @pytest.mark.parametrize(
     ("report", "step"),
     [
-        (IDLE, 20),  # four seconds ahead
-        (replace(IDLE, step_s=0.01), 412),
+        (IDLE, 20),  # two and a half seconds ahead
+        (replace(IDLE, step_s=0.01), 262),
         (replace(IDLE, step_s=60.0), 14),
         (replace(IDLE, step_s=0.0), 0),  # not measured
         (replace(IDLE, every_steps=10), 20),
