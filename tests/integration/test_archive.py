@@ -59,7 +59,7 @@ def read_archive(directory: Path) -> list[tuple[int, int]]:
 
 
 def test_job_goes_on_from_archive_when_all_nodes_and_disks_are_gone(tmp_path: Path) -> None:
-    """Empty nodes with other names begin with the archived step, by themselves, and end with equal weights."""
+    """Empty nodes with other names begin with the archived step by themselves, and end with equal weights."""
     log = tmp_path / "log"
     with make_cluster(tmp_path / "first", ["n0", "n1"]) as cluster:
         start(cluster, log, step_delay=0.15)
@@ -98,8 +98,11 @@ def test_node_killed_in_upload_leaves_step_before_or_this_one(tmp_path: Path, po
         cluster.env["ELASTIC_RESUME_FAILPOINTS"] = f"{point}=kill;once=archive"
         log = tmp_path / "log"
         start(cluster, log, *PARTS, step_delay=0.2)
-        fired = lambda: [i for i, node in enumerate(cluster.nodes) if not node.alive]
-        (killed,) = cluster.wait(fired, "a node to be killed in its upload")
+
+        def find_dead() -> list[int]:
+            return [index for index, node in enumerate(cluster.nodes) if not node.alive]
+
+        (killed,) = cluster.wait(find_dead, "a node to be killed in its upload")
         before = read_archive(tmp_path)
         assert len(before) == (point == "archive.after-entry")
         cluster.kill_node(killed)

@@ -290,7 +290,8 @@ class ArchiveUploader(AgentPart):
     def _advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
         """Begin the upload, put the next part of this node's share, or put the entry; or nothing."""
         archive, node = self._archive, self._node
-        if archive is None or self._outdated_turn == upload.turn:
+        is_archived = self._archived is not None and self._archived.version >= upload.version
+        if archive is None or is_archived or self._outdated_turn == upload.turn:
             return False
         if not upload.attempt:
             if upload.owner != node or (self._begun and self._begun.turn == upload.turn):
