@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -113,3 +114,34 @@ def test_node_killed_in_upload_leaves_step_before_or_this_one(tmp_path: Path, po
     archive = open_archive(str(tmp_path / "store"), "job")
     named = {entry.attempt for entry in archive.list_checkpoints(64) if isinstance(entry, ArchivedCheckpoint)}
     assert len(set(archive.list_attempts()) - named) <= 1, "only that of an upload under way"
+
+
+def test_training_goes_on_while_archive_fails(tmp_path: Path) -> None:
+    """The reason is logged with its remedy, and uploads begin once it is gone."""
+    (tmp_path / "store").touch()
+    with make_cluster(tmp_path / "job", ["n0"]) as cluster:
+        start(cluster, tmp_path / "log", "--fast-from", str(tmp_path / "fast"), step_delay=0.2)
+        cluster.wait(lambda: cluster.events("archive-failed"), "an error of the archive")
+        step = cluster.wait(step=1)["step"]
+        cluster.wait(step=step + 1)
+        assert "Training continues, and this node tries again." in cluster.output(0)
+        (tmp_path / "store").unlink()
+        cluster.wait(lambda: cluster.events("archived"), "an archived checkpoint")
+        assert "uploads to the archive work again." in cluster.output(0)
+        (tmp_path / "fast").touch()
+        assert cluster.wait_exit() == [0], cluster.output(0)
+    assert read_archive(tmp_path)[0] == (1, EPOCHS * 10)
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_stopped_job_archives_its_last_step(tmp_path: Path, nodes: int) -> None:
+    """One node does, if there is time: how fast the archive is, is known from an upload before."""
+    with make_cluster(tmp_path / "job", [f"n{index}" for index in range(nodes)], "--grace", "20s") as cluster:
+        start(cluster, tmp_path / "log", step_delay=0.2)
+        step = cluster.wait(lambda: cluster.events("archived"), "an archived checkpoint")[0]["step"]
+        cluster.wait(step=step + 1)
+        for index in range(nodes):
+            cluster.kill_agent(index, signal.SIGTERM)
+        assert cluster.wait_exit() == [128 + signal.SIGTERM] * nodes
+        newest = cluster.checkpoints(0)[0].version
+        assert read_archive(tmp_path)[0] == newest, "".join(map(cluster.output, range(nodes)))

@@ -105,6 +105,8 @@ class NodeReport:
     """0 before it is measured."""
     commit_s: float = 0.0
     """What the last commit took."""
+    bytes_per_s: float = 0.0
+    """How fast this node has put parts; 0 if it has put none."""
     held: tuple[HeldCheckpoint, ...] = ()
     begun: Begun | None = None
     attempt: str = ""
@@ -174,6 +176,8 @@ class ArchiveVerdict:
     writer: str = ""
     """What all entries of this job name, to tell them from another job's."""
     refusal: str = ""
+    bytes_per_s: float = 0.0
+    """Of the slowest node that has put parts."""
     finisher: str = ""
     """The node that archives the last checkpoint, when all nodes were told to stop."""
 
@@ -229,7 +233,13 @@ class ArchiveJudge(Judge):
         if self._archived_at is None:
             self._archived_at, self._progress_at, self._held_at = now - self._verdict.age_s, now, now
         writer = self._verdict.writer or self._interval.nonce
-        self._verdict = replace(self._verdict, writer=writer, finisher=self._choose_finisher())
+        speeds = [report.bytes_per_s for report in self._reports.values() if report.bytes_per_s]
+        self._verdict = replace(
+            self._verdict,
+            writer=writer,
+            bytes_per_s=min(speeds, default=self._verdict.bytes_per_s),
+            finisher=self._choose_finisher(),
+        )
         if self._verdict.refusal:
             self._verdict = replace(self._verdict, upload=None, request_step=0)
         elif self._verdict.upload:
@@ -379,7 +389,7 @@ class EndFacts:
     """What a node knows when its agent ends.
 
     ``is_over``: the job has ended on all nodes; ``is_rejected``: because its state is wrong. ``left_s``:
-    until this node must end; None without a signal. ``bytes_per_s``: as measured here, 0 if unknown.
+    until this node must end; None without a signal. ``bytes_per_s``: 0 if no node has measured it.
     """
 
     newest: Version | None
@@ -408,7 +418,7 @@ def decide_last_upload(end: EndFacts) -> tuple[bool, str]:
         return True, ""
     what = f"step {end.newest[1]} is not archived, and is on this node's disk: "
     if not end.bytes_per_s:
-        return False, f"{what}how fast the archive is was not measured, and this node must end now."
+        return False, f"{what}the speed of the archive was not measured, and this node must end."
     needed_s = LAST_UPLOAD_MARGIN * end.file_bytes / end.bytes_per_s
     if needed_s > end.left_s:
         return (

@@ -227,6 +227,7 @@ class ArchiveUploader(AgentPart):
             step=self._rate.step,
             step_s=round(self._rate.step_s, 6),
             commit_s=round(self._committer.last_commit_s, 3),
+            bytes_per_s=round(self._put_bytes / self._put_s) if self._put_s else 0.0,
             held=tuple(checkpoint.held for _, checkpoint in held),
             begun=self._begun,
             attempt=self._attempt,
@@ -376,7 +377,7 @@ class ArchiveUploader(AgentPart):
             is_finisher=verdict.finisher == self._node,
             left_s=self._find_left_s(),
             file_bytes=newest.manifest.file_bytes if newest else 0,
-            bytes_per_s=self._put_bytes / self._put_s if self._put_s else 0.0,
+            bytes_per_s=self._put_bytes / self._put_s if self._put_s else verdict.bytes_per_s,
         )
 
     def _find_left_s(self) -> float | None:

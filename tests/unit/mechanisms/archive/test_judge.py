@@ -13,11 +13,13 @@ from elastic_resume.mechanisms.archive.judge import (
     ArchiveJudge,
     ArchiveVerdict,
     Begun,
+    EndFacts,
     HeldCheckpoint,
     NodeReport,
     Ranges,
     Share,
     Upload,
+    decide_last_upload,
     share_parts,
 )
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
@@ -271,6 +273,45 @@ def test_parts_are_shared_over_nodes(
     assert {share.node: share.parts for share in found} == expected
     again = share_parts(replace(upload, shares=found), tuple(nodes))
     assert {share.node: share.parts for share in again} == expected, "a share changes only for a reason"
+
+
+OVER = EndFacts((1, 30), (1, 20), is_over=True, rank=0, members=3, file_bytes=1000)
+STOPPED = replace(OVER, is_over=False, is_finisher=True, left_s=20.0, bytes_per_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "uploads", "text"),
+    [
+        (OVER, True, ""),
+        (replace(OVER, rank=1), False, ""),
+        (replace(OVER, archived=(1, 30)), False, ""),
+        (replace(OVER, archived=None), True, ""),
+        (replace(OVER, newest=None), False, ""),
+        (replace(OVER, is_rejected=True), False, ""),
+        (STOPPED, True, ""),
+        (replace(STOPPED, is_finisher=False), False, ""),  # the others train on
+        (replace(STOPPED, is_finisher=False, members=1), True, ""),
+        (replace(STOPPED, left_s=14.0), False, "its upload would take 15 s, and --grace leaves 14 s"),
+        (replace(STOPPED, left_s=-1.0), False, "--grace leaves 0 s"),
+        (replace(STOPPED, bytes_per_s=0.0), False, "the speed of the archive was not measured"),
+        (replace(OVER, left_s=5.0, bytes_per_s=1.0), False, "its upload would take 1500 s"),
+    ],
+)
+def test_last_checkpoint_is_archived_by_one_node(end: EndFacts, uploads: bool, text: str) -> None:
+    """After a signal only if there is time. The reason against it is logged."""
+    decided, reason = decide_last_upload(end)
+    assert decided == uploads
+    assert text in reason
+    assert bool(text) == bool(reason)
+
+
+def test_slowest_node_counts_for_last_upload() -> None:
+    """The node that finishes may have put no part itself."""
+    leader = Leader("a", "b")
+    fast, slow = (replace(HOLDS, bytes_per_s=speed) for speed in (200.0, 100.0))
+    verdict = leader.hear(a=HOLDS, b=fast, c=slow)
+    assert verdict.bytes_per_s == 100
+    assert Leader("a", last=verdict).hear(a=HOLDS).bytes_per_s == 100
 
 
 @pytest.mark.parametrize(
