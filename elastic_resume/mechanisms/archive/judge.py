@@ -119,8 +119,6 @@ class NodeReport:
     """The turn of an upload whose number is taken, so it cannot be committed."""
     refusal: str = ""
     """Why this job may archive no more: another one writes there."""
-    is_stopping: bool = False
-    """The node got a signal to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +176,6 @@ class ArchiveVerdict:
     refusal: str = ""
     bytes_per_s: float = 0.0
     """Of the slowest node that has put parts."""
-    finisher: str = ""
-    """The node that archives the last checkpoint, when all nodes were told to stop."""
 
 
 class ArchiveJudge(Judge):
@@ -199,8 +195,7 @@ class ArchiveJudge(Judge):
     def start_view(self, generation: int, members: tuple[str, ...]) -> None:
         """Keep the members of the newest view; an upload goes on whatever happens to views."""
         del generation
-        if members:
-            self._members, self._verdict = members, replace(self._verdict, finisher="")
+        self._members = members or self._members
 
     def add(self, node: str, fact: Fact, now: float) -> None:
         """Take the report of a node."""
@@ -238,7 +233,6 @@ class ArchiveJudge(Judge):
             self._verdict,
             writer=writer,
             bytes_per_s=min(speeds, default=self._verdict.bytes_per_s),
-            finisher=self._choose_finisher(),
         )
         if self._verdict.refusal:
             self._verdict = replace(self._verdict, upload=None, request_step=0)
@@ -350,15 +344,6 @@ class ArchiveJudge(Judge):
         held = self._reports[node].held
         return any((each.version, each.digest) == (upload.version, upload.digest) for each in held)
 
-    # ---- the rest of the verdict ----------------------------------------------------------------------
-
-    def _choose_finisher(self) -> str:
-        """Return the leader's node if all members were told to stop: it is the first to know."""
-        reports = [self._reports.get(member) for member in self._members]
-        all_stop = bool(reports) and all(report and report.is_stopping for report in reports)
-        is_member = self._leader in self._members
-        return self._verdict.finisher or (self._leader if all_stop and is_member else "")
-
     def _round_age(self, now: float) -> float:
         """Return how long ago the newest checkpoint was archived; it changes seldom, since it is sent."""
         grain = max(MIN_AGE_GRAIN_S, self._interval.every_s / AGE_GRAINS)
@@ -388,31 +373,27 @@ def share_parts(upload: Upload, nodes: Sequence[str]) -> tuple[Share, ...]:
 class EndFacts:
     """What a node knows when its agent ends.
 
-    ``is_over``: the job has ended on all nodes; ``is_rejected``: because its state is wrong. ``left_s``:
-    until this node must end; None without a signal. ``bytes_per_s``: 0 if no node has measured it.
+    ``rank`` is the node's in its last view. ``is_rejected``: the job has ended because its state is wrong.
+    ``left_s``: until this node must end; None without a signal. ``bytes_per_s``: 0 before it is measured.
     """
 
     newest: Version | None
     archived: Version | None = None
-    is_over: bool = False
-    is_rejected: bool = False
     rank: int = 0
-    members: int = 1
-    is_finisher: bool = False
+    is_rejected: bool = False
     left_s: float | None = None
     file_bytes: int = 0
     bytes_per_s: float = 0.0
 
 
 def decide_last_upload(end: EndFacts) -> tuple[bool, str]:
-    """Decide whether this node archives the job's last checkpoint, alone; the text says why not.
+    """Decide whether this node archives its last checkpoint, alone; the text says why not.
 
-    After a normal end it is the first node's. When all nodes are stopped, it is the leader's, if there is
-    time. A node that leaves while others train has nothing to do.
+    The first node of the last view does, after a signal if there is time. It may not know whether the others
+    stop too. If they train on, its entry is one more.
     """
     is_known = end.newest is None or (end.archived is not None and end.archived >= end.newest)
-    is_chosen = end.rank == 0 if end.is_over else (end.members == 1 or end.is_finisher)
-    if end.newest is None or is_known or end.is_rejected or not is_chosen:
+    if end.newest is None or is_known or end.is_rejected or end.rank != 0:
         return False, ""
     if end.left_s is None:
         return True, ""

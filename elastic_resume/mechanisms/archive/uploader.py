@@ -164,12 +164,10 @@ class ArchiveUploader(AgentPart):
         self._world = world
 
     def begin_stop(self) -> None:
-        """Report at once that this node stops: the leader has to know before it stops too."""
+        """Note that this node has to end soon."""
         if self._stopping_at is None:
             self._stopping_at = time.monotonic()
         self._wakeup.set()
-        if self._archive is not None:
-            self._send_report()
 
     def update(self, client: RendezvousClient) -> ArchiveStatus | None:
         """Report the newest step, and return what is archived."""
@@ -201,6 +199,7 @@ class ArchiveUploader(AgentPart):
             if text:
                 logger.warning("%s", text)
             if is_due and checkpoint:
+                logger.info("archiving step %d, the last one, before this node ends.", checkpoint.manifest.step)
                 self._upload_last(checkpoint, self._archive)
         self._thread.close(CLOSE_TIMEOUT_S)
 
@@ -236,7 +235,6 @@ class ArchiveUploader(AgentPart):
             failures=self._failures.count if upload else 0,
             outdated_turn=self._outdated_turn,
             refusal=self._refusal,
-            is_stopping=self._stopping_at is not None,
         )
         body = encode_body(report)
         if body != self._sent_body and self._client:
@@ -370,11 +368,8 @@ class ArchiveUploader(AgentPart):
         return EndFacts(
             newest=newest.held.version if newest and not (self._refusal or verdict.refusal) else None,
             archived=max(known, default=None),
-            is_over=end is not None,
             is_rejected=end is not None and isinstance(end.reason, JudgedFailure),
             rank=world.rank if world else 1,
-            members=len(world.members) if world else 0,
-            is_finisher=verdict.finisher == self._node,
             left_s=self._find_left_s(),
             file_bytes=newest.manifest.file_bytes if newest else 0,
             bytes_per_s=self._put_bytes / self._put_s if self._put_s else verdict.bytes_per_s,

@@ -237,18 +237,6 @@ def test_second_writer_stops_all_archiving() -> None:
     assert (verdict.upload, verdict.request_step, verdict.refusal) == (None, 0, "another job")
 
 
-def test_leader_finishes_when_all_members_stop() -> None:
-    """It is the first to know. A drain of some nodes leaves the job running."""
-    leader = Leader("a", "b")
-    stopping = replace(HOLDS, is_stopping=True)
-    assert leader.hear(a=HOLDS, b=stopping).finisher == ""
-    verdict = leader.hear(a=stopping)
-    assert verdict.finisher == "a"
-    assert Leader("b", last=verdict).hear(b=HOLDS).finisher == "", "the job has gone on"
-    leader.judge.start_view(2, ("a",))
-    assert leader.hear(a=HOLDS).finisher == ""
-
-
 @pytest.mark.parametrize(
     ("put", "shares", "nodes", "expected"),
     [
@@ -275,8 +263,8 @@ def test_parts_are_shared_over_nodes(
     assert {share.node: share.parts for share in again} == expected, "a share changes only for a reason"
 
 
-OVER = EndFacts((1, 30), (1, 20), is_over=True, rank=0, members=3, file_bytes=1000)
-STOPPED = replace(OVER, is_over=False, is_finisher=True, left_s=20.0, bytes_per_s=100.0)
+OVER = EndFacts((1, 30), (1, 20), file_bytes=1000)
+STOPPED = replace(OVER, left_s=20.0, bytes_per_s=100.0)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +277,7 @@ STOPPED = replace(OVER, is_over=False, is_finisher=True, left_s=20.0, bytes_per_
         (replace(OVER, newest=None), False, ""),
         (replace(OVER, is_rejected=True), False, ""),
         (STOPPED, True, ""),
-        (replace(STOPPED, is_finisher=False), False, ""),  # the others train on
-        (replace(STOPPED, is_finisher=False, members=1), True, ""),
+        (replace(STOPPED, rank=1), False, ""),
         (replace(STOPPED, left_s=14.0), False, "its upload would take 15 s, and --grace leaves 14 s"),
         (replace(STOPPED, left_s=-1.0), False, "--grace leaves 0 s"),
         (replace(STOPPED, bytes_per_s=0.0), False, "the speed of the archive was not measured"),
