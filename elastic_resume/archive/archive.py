@@ -115,10 +115,6 @@ def try_store(store: Store) -> bool:
     return can_create
 
 
-def _ignore_progress(_: int) -> None:
-    pass
-
-
 class Archive:
     """One run's archived checkpoints. Methods that read raise CheckpointErrors, as `checkpoint.reader`.
 
@@ -299,6 +295,7 @@ class Archive:
     def put_part(self, attempt_id: str, index: int, data: memoryview) -> None:
         """Store part ``index`` of an attempt; to store it twice is harmless."""
         self._store.put(self._part_name(attempt_id, index), data)
+        failpoints.hit("archive.part-stored")
 
     def commit(
         self,

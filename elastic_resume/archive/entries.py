@@ -51,7 +51,7 @@ class Attempt:
         if type(number) is not int or not 0 < number <= MAX_NUMBER or not isinstance(name, str):
             raise ValueError(f"not an attempt: {record!r:.100}")
         version = parse_attempt_id(name)
-        if version is None or list(record["version"]) != list(version):
+        if version is None or record["version"] not in ([*version], version):
             raise ValueError(f"not an attempt: {record!r:.100}")
         return Attempt(number, name, version)
 
@@ -158,7 +158,7 @@ def parse_header(data: bytes | memoryview) -> tuple[EntryHeader, int]:
     except TypeError as error:
         raise CorruptError(f"entry: a field is missing or unknown ({error}).") from error
     invalid = _find_invalid_field(header)
-    if number != FORMAT_VERSION or invalid:
+    if type(number) is not int or number < 1 or invalid:
         raise CorruptError(f"entry: {invalid or f'impossible format {number!r}.'}")
     return header, len(line) + 1
 
@@ -195,18 +195,15 @@ def choose_pruned(headers: Iterable[tuple[int, EntryHeader]], keep: int) -> list
     """
     entries = sorted(headers)
     best: dict[str, tuple[float, int]] = {}
-    kept = {number for number, _ in entries[-1:]}
+    milestones = set()
     for number, header in entries:
-        if header.milestone is None:
-            continue
-        if header.metric is None:
-            kept.add(number)
-        else:
+        if header.milestone is not None and header.metric is None:
+            milestones.add(number)
+        elif header.milestone is not None and header.metric is not None:
             best[header.milestone] = max(best.get(header.milestone, (-math.inf, 0)), (header.metric, number))
-    kept |= {number for _, number in best.values()}
-    milestones = {number for number, header in entries if header.milestone is not None and number in kept}
+    milestones |= {number for _, number in best.values()}
     ordinary = [number for number, _ in entries if number not in milestones]
-    kept |= set(ordinary[max(0, len(ordinary) - keep) :])
+    kept = milestones | set(ordinary[max(0, len(ordinary) - keep) :]) | {number for number, _ in entries[-1:]}
     return [number for number, _ in entries if number not in kept]
 
 

@@ -74,7 +74,7 @@ def classify(text: str) -> str:
         return "region"
     if "kind: Timeout" in debug:
         return "slow"
-    if "kind: Interrupted" in debug or "body error" in message:
+    if "kind: Interrupted" in debug or "IncompleteMessage" in debug or "body error" in message:
         return "cut"
     return "unavailable"
 
