@@ -22,9 +22,11 @@ Invariant: there is one upload at a time. The next leader goes on with it, since
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_resume.archive.entries import parse_attempt_id
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
 
@@ -41,6 +43,7 @@ STALL_S = 900.0
 MAX_FAILURES = 3
 """In a row; then the others take a node's share."""
 LAST_UPLOAD_MARGIN = 1.5
+WRITER_DIGITS = 16
 MAX_UPLOADERS = 32
 MAX_PARTS = 1 << 16
 MAX_HELD = 8
@@ -48,6 +51,7 @@ AGE_GRAINS = 20
 MIN_AGE_GRAIN_S = 1.0
 """The verdict has the time since the last upload in so many steps of the interval."""
 
+_NONCE = re.compile(r"[0-9a-f]{16}")
 Version = tuple[int, int]
 Ranges = tuple[tuple[int, int], ...]
 """Parts, each range without its end."""
@@ -95,7 +99,7 @@ class NodeReport:
     """The fact of a node."""
 
     nonce: str = ""
-    """Random; that of one node becomes `ArchiveVerdict.writer`."""
+    """16 random hexadecimal digits; those of one node become `ArchiveVerdict.writer`."""
     every_s: float = 0.0
     every_steps: int = 0
     """The interval; 0: it is `every_s`."""
@@ -172,7 +176,7 @@ class ArchiveVerdict:
     """Seconds since `archived`, roughly."""
     turn: int = 0
     writer: str = ""
-    """What all entries of this job name, to tell them from another job's."""
+    """The first half of the nonce of each attempt of this job: see `is_outdated`."""
     refusal: str = ""
     bytes_per_s: float = 0.0
     """Of the slowest node that has put parts."""
@@ -201,6 +205,8 @@ class ArchiveJudge(Judge):
         """Take the report of a node."""
         report = decode_body(NodeReport, fact.body)
         parts = [held.parts for held in report.held]
+        if report.nonce and not _NONCE.fullmatch(report.nonce):
+            raise ValueError("an impossible nonce")
         if len(report.held) > MAX_HELD or not all(0 < count <= MAX_PARTS for count in parts):
             raise ValueError("an impossible number of checkpoints or parts")
         self._reports[node] = report
@@ -322,8 +328,8 @@ class ArchiveJudge(Judge):
         if holders:
             self._held_at = now
         is_stalled = now - self._progress_at >= STALL_S or now - self._held_at >= HOLD_WAIT_S
-        is_outdated = any(report.outdated_turn == upload.turn for report in self._reports.values())
-        if is_over or is_stalled or is_outdated:
+        has_lost = any(report.outdated_turn == upload.turn for report in self._reports.values())
+        if is_over or is_stalled or has_lost:
             self._is_dropped = not is_over  # due again, with a newer checkpoint
             self._verdict = replace(self._verdict, upload=None)
             return
@@ -367,6 +373,23 @@ def share_parts(upload: Upload, nodes: Sequence[str]) -> tuple[Share, ...]:
         if not left[node] and (half := len(left[longest]) // 2):
             left[longest], left[node] = left[longest][:-half], left[longest][-half:]
     return tuple(Share(node, to_ranges(parts)) for node, parts in left.items() if parts)
+
+
+def is_outdated(attempt: str, winner: str) -> bool:
+    """Return whether an attempt whose number another one has taken is merely late, so a next one may follow.
+
+    The other one is of this job, as of a leader before, or of an older generation: a job that was cut off and
+    has found its way back. Otherwise two jobs have the same run id, and this one must archive no more. So of
+    two such jobs one goes on.
+    """
+    own, other = parse_attempt_id(attempt), parse_attempt_id(winner)
+    if own is None or other is None:
+        return False
+    return other[0] < own[0] or _find_writer(attempt) == _find_writer(winner)
+
+
+def _find_writer(attempt: str) -> str:
+    return attempt.rpartition("-")[2][:WRITER_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)

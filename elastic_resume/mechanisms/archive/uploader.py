@@ -36,6 +36,7 @@ from elastic_resume.mechanisms.archive.judge import (
     Upload,
     Version,
     decide_last_upload,
+    is_outdated,
     iter_parts,
     to_ranges,
 )
@@ -199,7 +200,9 @@ class ArchiveUploader(AgentPart):
             if text:
                 logger.warning("%s", text)
             if is_due and checkpoint:
-                logger.info("archiving step %d, the last one, before this node ends.", checkpoint.manifest.step)
+                logger.info(
+                    "archiving step %d, the last one, before this node ends.", checkpoint.manifest.step
+                )
                 self._upload_last(checkpoint, self._archive)
         self._thread.close(CLOSE_TIMEOUT_S)
 
@@ -267,7 +270,10 @@ class ArchiveUploader(AgentPart):
             self._held.pop(verdict.upload.version).close()
             logger.warning("this node uploads no part of step %d: %s", verdict.upload.step, error)
         except SecondWriterError as error:
-            self._refuse(error)
+            if self._is_outdated(verdict.upload.attempt, error):
+                self._outdated_turn = verdict.upload.turn
+            else:
+                self._refuse(error)
         except ArchiveError as error:
             self._note_failure(error)
         self._send_report()
@@ -295,7 +301,7 @@ class ArchiveUploader(AgentPart):
         if not upload.attempt:
             if upload.owner != node or (self._begun and self._begun.turn == upload.turn):
                 return False
-            attempt = archive.begin(upload.version, secrets.token_hex(8))
+            attempt = archive.begin(upload.version, self._make_nonce())
             if attempt is None:
                 self._archived = ArchivedVersion(*upload.version)
             else:
@@ -354,6 +360,16 @@ class ArchiveUploader(AgentPart):
             self._emit("archive-failed", error=str(error)[:1000])
         self._failures.add(error)
 
+    def _make_nonce(self) -> str:
+        return (self._verdict.writer or self._nonce) + secrets.token_hex(8)
+
+    def _is_outdated(self, attempt: str, error: SecondWriterError) -> bool:
+        """Return whether a next attempt may follow the one whose number is taken."""
+        winner = error.attempt
+        with contextlib.suppress(CheckpointError):
+            winner = winner or (self._archive.read_entry(error.number).attempt if self._archive else "")
+        return is_outdated(attempt, winner)
+
     def _refuse(self, error: SecondWriterError) -> None:
         self._refusal = str(error)[:500]
         self._emit("archive-refused", error=self._refusal)
@@ -394,7 +410,7 @@ class ArchiveUploader(AgentPart):
         with ByteProgress(what, manifest.file_bytes, lambda: done):
             while True:
                 try:
-                    attempt = attempt or archive.begin(manifest.version, secrets.token_hex(8))
+                    attempt = attempt or archive.begin(manifest.version, self._make_nonce())
                     while attempt and part < checkpoint.held.parts:
                         self._put_part(archive, attempt.id, checkpoint, part)
                         part, done = part + 1, done + checkpoint.part_bytes
@@ -402,8 +418,11 @@ class ArchiveUploader(AgentPart):
                         self._commit(archive, attempt, checkpoint)
                     return
                 except SecondWriterError as error:
-                    self._refuse(error)
-                    return
+                    if not attempt or not self._is_outdated(attempt.id, error):
+                        self._refuse(error)
+                        return
+                    attempt, part, done = None, 0, 0
+                    continue
                 except (ArchiveError, CheckpointError) as error:
                     failures.add(error)
                     now, left_s = time.monotonic(), self._find_left_s()

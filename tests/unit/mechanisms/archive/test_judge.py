@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_resume.archive.entries import make_attempt_id
 from elastic_resume.mechanisms.archive import judge as rules
 from elastic_resume.mechanisms.archive.judge import (
     UPLOADS,
@@ -20,6 +21,7 @@ from elastic_resume.mechanisms.archive.judge import (
     Share,
     Upload,
     decide_last_upload,
+    is_outdated,
     share_parts,
 )
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
@@ -221,10 +223,10 @@ def test_upload_whose_number_is_taken_is_dropped() -> None:
 def test_all_leaders_of_job_have_the_same_writer() -> None:
     """It tells this job's entries from those of another one."""
     leader = Leader("a", "b")
-    assert leader.hear(b=replace(IDLE, nonce="bb")).writer == "bb"
-    verdict = leader.hear(a=replace(IDLE, nonce="aa"))
-    assert verdict.writer == "bb"
-    assert Leader("c", last=verdict).hear(c=replace(IDLE, nonce="cc")).writer == "bb"
+    assert leader.hear(b=replace(IDLE, nonce="b" * 16)).writer == "b" * 16
+    verdict = leader.hear(a=replace(IDLE, nonce="a" * 16))
+    assert verdict.writer == "b" * 16
+    assert Leader("c", last=verdict).hear(c=replace(IDLE, nonce="c" * 16)).writer == "b" * 16
 
 
 def test_second_writer_stops_all_archiving() -> None:
@@ -306,6 +308,7 @@ def test_slowest_node_counts_for_last_upload() -> None:
     [
         replace(HOLDS, held=(replace(HELD, parts=rules.MAX_PARTS + 1),)),
         replace(HOLDS, held=(replace(HELD, parts=0),)),
+        replace(HOLDS, nonce="../.."),
         replace(HOLDS, held=(HELD,) * (rules.MAX_HELD + 1)),
     ],
 )
@@ -321,3 +324,22 @@ def test_parts_out_of_range_are_ignored() -> None:
     leader.begin(a=HOLDS)
     upload = find_upload(leader.hear(a=replace(HOLDS, attempt=ATTEMPT, put=((7, 1 << 40),))))
     assert upload.put == ((7, 8),)
+
+
+@pytest.mark.parametrize(
+    ("generation", "nonce", "expected"),
+    [
+        (2, "a" * 16 + "1" * 16, True),  # this job's, of a former leader
+        (3, "a" * 16 + "1" * 16, True),
+        (1, "b" * 16 + "1" * 16, True),  # a job that was replaced
+        (2, "b" * 16 + "1" * 16, False),
+        (3, "b" * 16 + "1" * 16, False),
+    ],
+)
+def test_job_gives_way_to_another_one_of_its_generation_or_a_newer(
+    generation: int, nonce: str, expected: bool
+) -> None:
+    """Of two jobs with one run id one goes on. An unknown winner is another job."""
+    own = make_attempt_id((2, 20), "a" * 32)
+    assert is_outdated(own, make_attempt_id((generation, 30), nonce)) == expected
+    assert not is_outdated(own, "")
