@@ -13,6 +13,7 @@ from elastic_resume.archive.archive import open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.testing import Cluster
 from tests.support import launch_ranks
+from tests.support.s3 import BUCKET, FaultProxy, s3_environment, serve_s3
 from tests.support.training_job import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
@@ -42,9 +43,9 @@ def make_cluster(directory: Path, names: Sequence[str], *flags: str) -> Cluster:
     return cluster
 
 
-def start(cluster: Cluster, log: Path, *words: str, step_delay: float = 0.0) -> None:
+def start(cluster: Cluster, log: Path, *words: str, step_delay: float = 0.0, epochs: int = EPOCHS) -> None:
     """Start the job."""
-    common = ["--step-log", str(log), "--epochs", str(EPOCHS), "--step-delay", str(step_delay)]
+    common = ["--step-log", str(log), "--epochs", str(epochs), "--step-delay", str(step_delay)]
     cluster.start(SCRIPT, *common, *words)
 
 
@@ -145,3 +146,27 @@ def test_stopped_job_archives_its_last_step(tmp_path: Path, nodes: int) -> None:
         assert cluster.wait_exit() == [128 + signal.SIGTERM] * nodes
         newest = cluster.checkpoints(0)[0].version
         assert read_archive(tmp_path)[0] == newest, "".join(map(cluster.output, range(nodes)))
+
+
+def test_empty_nodes_read_an_object_store_once(tmp_path: Path) -> None:
+    """The job's last checkpoint goes to a real S3 server; of three new nodes one reads it for all."""
+    with serve_s3() as port:
+        proxy = FaultProxy(port)
+        with proxy.serve() as front:
+            flags = ["--archive", f"s3://{BUCKET}/jobs", "--archive-every", "1h"]
+            with make_cluster(tmp_path / "first", ["n0", "n1"], *flags) as cluster:
+                cluster.env.update(s3_environment(front))
+                start(cluster, tmp_path / "log", epochs=1)
+                assert cluster.wait_exit() == [0, 0], cluster.output(0)
+                archived = cluster.events("archived")
+                assert [event["step"] for event in archived] == [10], cluster.output(0)
+            proxy.requests.clear()
+            with make_cluster(tmp_path / "second", ["x0", "x1", "x2"], *flags) as cluster:
+                cluster.env.update(s3_environment(front))
+                start(cluster, tmp_path / "log", epochs=2)
+                assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+                resumed = cluster.events("resume")[0]
+                assert (resumed["step"], resumed["source_tier"]) == (10, "archive")
+                assert len(resumed["receiving_nodes"]) == 2
+            reads = [name for name in proxy.requests if name.startswith("GET") and "/parts/g" in name]
+            assert len(reads) == 1, proxy.requests
