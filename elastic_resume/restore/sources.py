@@ -21,7 +21,13 @@ from elastic_resume.checkpoint import node_dir, reader
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
-from elastic_resume.errors import ArchiveError, CheckpointError, ForeignError, UnreadableError
+from elastic_resume.errors import (
+    ArchiveError,
+    CheckpointError,
+    ForeignError,
+    NewerFormatError,
+    UnreadableError,
+)
 from elastic_resume.policy.resume_plan import ARCHIVE, DISK, MEMORY, Inventory, RejectedState, SavedState
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
@@ -33,6 +39,7 @@ from elastic_resume.slots.slot_memory import Slot
 
 logger = logging.getLogger(__name__)
 
+MAX_UNKNOWN_STEP = 1 << 40
 MAX_LISTED_STATES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
 
 
@@ -265,8 +272,16 @@ class ArchiveSource:
         newest = max((entry.manifest.generation for entry in good), default=0)
         if context.settings.resume == "never":
             return Listing((), (), newest)
+        # One of unknown version may be newer than all that can be read.
+        unknown = (newest, MAX_UNKNOWN_STEP)
         rejected = [
-            RejectedState(context.node, f"entry {e.number} of the archive", str(e.error), kind=e.error.kind)
+            RejectedState(
+                context.node,
+                f"entry {e.number} of the archive",
+                str(e.error),
+                e.version or (unknown if e.error.kind == NewerFormatError.kind else (0, 0)),
+                e.error.kind,
+            )
             for e in entries
             if isinstance(e, BadEntry)
         ]
