@@ -12,6 +12,7 @@ import pytest
 from elastic_resume.archive.archive import open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.testing import Cluster
+from tests.integration import test_sharded
 from tests.support import launch_ranks
 from tests.support.s3 import BUCKET, FaultProxy, s3_environment, serve_s3
 from tests.support.training_job import SCRIPT, check_end
@@ -22,7 +23,7 @@ EPOCHS = 6  # of ten steps
 NODES = 2
 
 
-def make_cluster(directory: Path, names: Sequence[str], *flags: str) -> Cluster:
+def make_cluster(directory: Path, names: Sequence[str], *flags: str, workers: int = 1) -> Cluster:
     """Return a cluster whose nodes have these names, with an archive beside it."""
     store = directory.parent / "store"
     common = [
@@ -35,7 +36,7 @@ def make_cluster(directory: Path, names: Sequence[str], *flags: str) -> Cluster:
         "--snapshot-every",
         "1",
     ]
-    cluster = Cluster(directory, nodes=len(names), flags=[*common, *flags])
+    cluster = Cluster(directory, nodes=len(names), workers_per_node=workers, flags=[*common, *flags])
     for node, name in zip(cluster.nodes, names, strict=True):
         (cluster.run_dir / node.name).unlink()
         node.name, node.directory = name, node.directory.with_name(name)
@@ -85,6 +86,32 @@ def test_job_goes_on_from_archive_when_all_nodes_and_disks_are_gone(tmp_path: Pa
     assert [rank.returncode for rank in ranks] == [0] * NODES, ranks[0].stderr
     expected = check_end(tmp_path / "calm", world_size=NODES, epochs=EPOCHS)
     assert check_end(log, world_size=NODES, epochs=EPOCHS) == expected
+
+
+@pytest.mark.soak
+def test_sharded_job_goes_on_from_archive(tmp_path: Path) -> None:
+    """Each node puts parts of the whole state, of which its ranks hold shards; the weights are equal."""
+    epochs, steps = ["--epochs", "4"], 4 * test_sharded.STEPS
+    undisturbed = test_sharded.train(tmp_path / "undisturbed", 2, 2, [], *epochs)
+    log = tmp_path / "log"
+    log.mkdir()
+    words = ["--losses", str(log), *epochs]
+    with make_cluster(tmp_path / "first", ["n0", "n1"], workers=2) as cluster:
+        cluster.start(test_sharded.SCRIPT, *words, "--step-delay", "0.1")
+        cluster.wait(lambda: cluster.events("archived"), "an archived checkpoint")
+    shutil.rmtree(tmp_path / "first")
+    newest = read_archive(tmp_path)[0]
+    assert newest < (1, steps)
+    with make_cluster(tmp_path / "second", ["x0", "x1"], workers=2) as cluster:
+        cluster.start(test_sharded.SCRIPT, *words)
+        assert cluster.wait_exit() == [0, 0], cluster.output(0)
+        resumed = cluster.events("resume")[0]
+        assert (resumed["step"], resumed["source_tier"]) == (newest[1], "archive")
+    found, expected = test_sharded.read_losses(log), test_sharded.read_losses(undisturbed)
+    assert len(found) == steps
+    whole = {step: set(next(iter(losses.values()))) for step, losses in expected.items()}
+    assert all(set(ranks) <= whole[step] for step, losses in found.items() for ranks in losses.values())
+    assert test_sharded.read_ends(log) == test_sharded.read_ends(undisturbed)
 
 
 PARTS = ["--width", "300000"]  # 75 MB, two parts
