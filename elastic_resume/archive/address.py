@@ -86,6 +86,16 @@ def parse_address(setting: str, text: str) -> Address:
     return Address(scheme, bucket, "/".join(names))
 
 
+def parse_archive_setting(setting: str, value: object) -> str:
+    """Return a setting's address, that of a directory as an absolute path; empty for ``off``."""
+    if str(value).strip() in {"", "off"}:
+        return ""
+    address = parse_address(setting, str(value).strip())
+    if address.scheme == "file":
+        return str(Path(address.path).expanduser().absolute())
+    return str(address)
+
+
 def parse_source(text: str | os.PathLike[str]) -> Path | Address:
     """Return the address of an archive, or of what is in it, or a path if ``text`` has no scheme.
 

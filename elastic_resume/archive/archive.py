@@ -170,7 +170,7 @@ class Archive:
             try:
                 return self.read_entry(number)
             except CheckpointError as error:
-                return BadEntry(number, error)
+                return BadEntry(number, error, self._find_version(number))
 
         numbers = self.list_numbers()[:limit]
         with ThreadPoolExecutor(_THREADS, "elastic-resume-archive") as threads:
@@ -195,6 +195,13 @@ class Archive:
         for index in range(first, first + count):
             offset = (index - first) * manifest.block_bytes
             self._read_block(archived, index, into[offset : offset + manifest.block_bytes])
+
+    def _find_version(self, number: int) -> tuple[int, int] | None:
+        """Return the version of an entry that cannot be read otherwise."""
+        with contextlib.suppress(ArchiveError, CheckpointError):
+            data = self._store.get_range(self._entry_name(number), 0, entries.MAX_HEADER_BYTES)
+            return None if data is None else entries.find_version(data)
+        return None
 
     def read_image(
         self,

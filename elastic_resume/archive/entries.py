@@ -85,10 +85,11 @@ class ArchivedCheckpoint:
 
 @dataclass(frozen=True)
 class BadEntry:
-    """An entry of the log that cannot be read, and why."""
+    """An entry of the log that cannot be read, and why; and the version of its attempt, if it is known."""
 
     number: int
     error: CheckpointError
+    version: tuple[int, int] | None = None
 
 
 def make_attempt_id(version: tuple[int, int], nonce: str) -> str:
@@ -103,6 +104,12 @@ def parse_attempt_id(name: str) -> tuple[int, int] | None:
     """Return (generation, step) of an attempt's id; None for any other text."""
     match = _ATTEMPT.fullmatch(name)
     return parse_checkpoint_name(match[1]) if match else None
+
+
+def find_version(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Return (generation, step) of an entry of any format; None if it cannot be found."""
+    match = re.search(rb'"attempt":\s*"([gs0-9-]{1,64}[0-9a-f-]{1,64})"', bytes(data[:MAX_HEADER_BYTES]))
+    return parse_attempt_id(match[1].decode()) if match else None
 
 
 def parse_number(name: str) -> int | None:
