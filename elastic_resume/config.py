@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from elastic_resume import config_file, constants
+from elastic_resume.archive.address import parse_archive_setting
 from elastic_resume.config_file import ConfigFile, Entry
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
@@ -41,7 +42,7 @@ DEFAULT_KEEP = 3  # MIN_KEEP + 1: one may be corrupt while another is written
 DEFAULT_STEP_MARK_S = 5.0  # a report dates the step that a failure interrupted with this precision
 MAX_MEMORY_BYTES = 2**60  # a larger value is surely a typo; this one fits every integer type in use
 DEFAULT = "default"
-AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
+AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name", "archive")
 """Settings that the agent's flags decide, and the script's arguments do not: see `Settings.for_worker`."""
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
@@ -254,6 +255,14 @@ OPTIONS = (
         f"checkpoints kept on each node, {MIN_KEEP} or more",
         parse_keep,
         DEFAULT_KEEP,
+        has_flag=True,
+    ),
+    Option(
+        "archive",
+        "ADDRESS|off",
+        "tier that outlives all nodes: s3://BUCKET/PREFIX, gs://, az://, or a directory that they see",
+        parse_archive_setting,
+        "off",
         has_flag=True,
     ),
     Option(
@@ -504,6 +513,7 @@ class Settings:
     transfer_addr: str | None = None  # where other nodes take the state from this one; None: auto
     prove: str = proof.FIRST
     resume_from: str | None = None  # the state to which the job goes back; None: no request
+    archive: str = ""  # address of the tier that outlives all nodes; empty: none
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables from which `for_worker` reads the same settings."""

@@ -11,7 +11,9 @@
      ├─ MachineError            the machine is wrong: disk full, not writable   exit 1; 74: unstarted ``run``
      │   ├─ NodeLockedError       another agent holds this node's directory
      │   └─ NodeFileError         a small file of the node's directory is damaged
-     ├─ CheckpointError         bytes on disk or from a peer are wrong
+     ├─ ArchiveError            the archive refuses, or cannot be reached       exit 1
+     │   └─ SecondWriterError     another job archives under the same run id
+     ├─ CheckpointError         bytes on disk, in the archive or from a peer are wrong
      │   ├─ TornError             incomplete
      │   ├─ CorruptError          digest mismatch, or a format violation
      │   ├─ ForeignError          another job's, or not a checkpoint
@@ -37,6 +39,7 @@ a restart would fail in the same way, and the agent does not try one.
 from __future__ import annotations
 
 __all__ = [
+    "ArchiveError",
     "CheckpointError",
     "ConfigError",
     "CorruptError",
@@ -56,6 +59,7 @@ __all__ = [
     "OtherRankFailedError",
     "PeerFailedError",
     "RendezvousLostError",
+    "SecondWriterError",
     "TornError",
     "UnreadableError",
     "UntrackableError",
@@ -141,6 +145,35 @@ class NodeFileError(MachineError):
     Raised at the start of an agent or of a generation. Remove the file that the text names. The error is
     deterministic, unlike a bad checkpoint: no other node has a copy of the file.
     """
+
+
+class ArchiveError(ElasticResumeError):
+    """The archive cannot be reached, or refuses a request.
+
+    Raised by commands that are given an archive's address. An agent logs it and tries again; training
+    continues. The text names the cause and the remedy. ``kind`` is
+    credentials, forbidden, missing-bucket, region, quota, clock-skew, frozen, unavailable, slow, cut,
+    unsupported or second-writer.
+    """
+
+    is_deterministic = False
+
+    def __init__(self, *args: object, kind: str = "unavailable") -> None:
+        super().__init__(*args)
+        self.kind = kind
+
+
+class SecondWriterError(ArchiveError):
+    """Another job has archived a checkpoint under the same run id since this one began an attempt.
+
+    Raised in the agent, which archives no more. Let one of the jobs use another run id or address.
+    """
+
+    def __init__(self, *args: object, number: int = 0, attempt: str = "") -> None:
+        """``number`` and ``attempt`` are those of the other job's entry."""
+        super().__init__(*args, kind="second-writer")
+        self.number = number
+        self.attempt = attempt
 
 
 class CheckpointError(ElasticResumeError):

@@ -224,6 +224,7 @@ class SnapshotScheduler:
             self._announce(self._next_snapshot_step(step))
         elif not boundary.takes_snapshots:
             self._announce(None)
+        self._announce_requested_commit(step)
         if actions.is_read and self.snapshotter.has_snapshot(position):
             generation = rank_context.assigned_generation() or self._generation
             client.send("offer", snapshot_id=self.snapshotter.snapshot_id, generation=generation)
@@ -231,6 +232,15 @@ class SnapshotScheduler:
     def _announce(self, step: int | None) -> None:
         """Tell the other local ranks the step of the next snapshot."""
         self._slot_client.control_block.set("next_snapshot_step", NEVER if step is None else step)
+
+    def _announce_requested_commit(self, step: int) -> None:
+        """Have all local ranks take part in the snapshot of the step that all nodes commit.
+
+        It is later than the next step, which another rank may end before it reads this.
+        """
+        control = self._slot_client.control_block
+        if step + 1 < control.get("commit_step") < control.get("next_snapshot_step"):
+            self._announce(control.get("commit_step"))
 
     def commit(
         self, position: Position, *, is_epoch_over: bool = False, of_this_generation: bool = False
@@ -334,6 +344,8 @@ class SnapshotScheduler:
 
     def _is_commit_due(self, step: int) -> bool:
         control, cost = self._slot_client.control_block, None
+        if step == control.get("commit_step") and step > self._committed_step:
+            return True
         if self._commit_stall_s is not None:
             commit_s, cpu_s = control.get("commit_us") / 1e6, control.get("commit_cpu_us") / 1e6
             commit_s = max(commit_s, self._commit_stall_s)  # a direct write stalls until it is done

@@ -134,6 +134,15 @@ class Disk:
                     check()
             os.rename(source, target)  # noqa: PTH104  the crash test records this call
 
+    def link(self, source: Path, target: Path) -> bool:
+        """Give ``source`` a second name atomically; return False if something has that name."""
+        with translate_os_errors("link to", target):
+            try:
+                os.link(source, target)
+            except FileExistsError:
+                return False
+        return True
+
     def unlink(self, path: Path) -> None:
         """Remove a file."""
         with translate_os_errors("remove", path):

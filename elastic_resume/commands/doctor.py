@@ -1,7 +1,8 @@
 """Run ``elastic-resume doctor``: show what a start without flags would take from its environment.
 
 The first lines are the problems, or say that there are none. Each value has its source. The command
-leaves nothing behind (it writes a file where checkpoints go, and removes it), waits at most `TORCH_TIMEOUT_S`
+leaves nothing behind (it writes a file where checkpoints go, and an object in the archive, and removes
+both), waits at most `TORCH_TIMEOUT_S`
 for torch, and shows no secret. The exit code is 1 if such a start would fail. Run it like the job itself:
 ``srun elastic-resume doctor``.
 """
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -28,11 +30,13 @@ from typing import Any
 import psutil
 
 from elastic_resume import __version__, console, constants, gpus, linux, machine
+from elastic_resume.archive.address import parse_address
+from elastic_resume.archive.archive import open_store, try_store
 from elastic_resume.checkpoint import dir_lock
 from elastic_resume.checkpoint.atomic_io import DISK
 from elastic_resume.commands.job_file import Row
 from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
-from elastic_resume.errors import ConfigError, MachineError
+from elastic_resume.errors import ArchiveError, ConfigError, MachineError
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.report.formatting import format_bytes, write_stdout
 from elastic_resume.schedulers import environment, slurm
@@ -65,6 +69,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "file of --config. It takes no other flags of run.",
     )
     parser.add_argument("--ckpt-dir", metavar="DIR", help="as for run")
+    parser.add_argument("--archive", metavar="ADDRESS", help="as for run: write and read an object there")
     parser.add_argument("--config", metavar="FILE", help="check this file of run --config too")
     parser.set_defaults(function=doctor)
 
@@ -82,6 +87,9 @@ def doctor(args: argparse.Namespace) -> int:
         *file_findings,
         *check_settings(os.environ),
         *check_machine(args.ckpt_dir or rows.get("ckpt-dir"), os.environ, workers),
+        *check_archive(
+            args.archive or rows.get("archive") or os.environ.get(f"{constants.ENV_PREFIX}ARCHIVE", "")
+        ),
         *check_installation(workers),
     ]
     flags = f"with --config {path}" if path else "without flags"
@@ -168,7 +176,7 @@ def check_settings(environ: Mapping[str, str]) -> list[Finding]:
     """Return the settings that variables give; the others have their defaults."""
     found = []
     for option in OPTIONS:
-        if environ.get(option.variable) and option.name != "ckpt-dir":
+        if environ.get(option.variable) and option.name not in {"ckpt-dir", "archive"}:
             problem = ""
             try:
                 read_option(option, {}, {}, environ)
@@ -302,6 +310,22 @@ def check_directory(directory: Path) -> tuple[str, str]:
     except (OSError, MachineError) as error:
         return f"a file cannot be locked or made durable there: {error}", ""
     return "", f"; {problem}: a run keeps its directory by {constants.OWNER_LEASE_FILE}" if problem else ""
+
+
+def check_archive(text: str) -> list[Finding]:
+    """Put, get and delete an object in the archive; one is created twice, which must fail."""
+    if text.strip() in {"", "off"}:
+        return []
+    shown, source = "", "put, get, list, create-only put and delete of an object"
+    try:
+        address = parse_address("--archive", text)
+        shown = str(address)
+        started_at = time.monotonic()
+        can_create = try_store(open_store(address))
+    except (ConfigError, ArchiveError) as error:
+        return [Finding("archive", shown, source, str(error).rstrip("."))]
+    value = f"{shown}: answers in {time.monotonic() - started_at:.1f} s"
+    return [Finding("archive", value, source if can_create else "no create-only put: one job at a time")]
 
 
 def check_installation(workers: int = 1) -> list[Finding]:

@@ -10,15 +10,17 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_resume import constants, events
+from elastic_resume.archive.address import Address, parse_source
+from elastic_resume.archive.location import FoundArchive
+from elastic_resume.checkpoint.source import CheckpointSource, DirectorySource
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
-from elastic_resume.report import checkpoints, summary
-from elastic_resume.report.checkpoints import CheckpointEntry
+from elastic_resume.report import archived_run, checkpoints, summary
+from elastic_resume.report.checkpoints import CheckpointEntry, FoundPath
 from elastic_resume.report.formatting import (
     format_bytes,
     format_count,
@@ -30,12 +32,15 @@ from elastic_resume.report.formatting import (
 from elastic_resume.report.loader import load_run
 
 if TYPE_CHECKING:
-    from elastic_resume.checkpoint.manifest import Manifest
     from elastic_resume.state.diff import ComparedCheckpoint, Comparison, Difference
 
 
 EXIT_OK, EXIT_BAD, EXIT_UNREADABLE = constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE
-RUN_DIR_HELP = "CKPT_DIR/RUN_ID, directories of its nodes, or a CKPT_DIR with one run (default ./checkpoints)"
+ADDRESS_HELP = "or an address in an archive"
+RUN_DIR_HELP = (
+    "CKPT_DIR/RUN_ID, directories of its nodes, or a CKPT_DIR with one run (default ./checkpoints); "
+    + ADDRESS_HELP
+)
 MAX_SHOWN = 20  # limit of differences shown
 
 
@@ -44,32 +49,32 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "diff", help="compare two checkpoints; exit 0 same, 1 different, 2 unreadable"
     )
-    parser.add_argument("a", type=Path, metavar="A", help="a checkpoint, or a directory for its newest")
-    parser.add_argument("b", type=Path, metavar="B", help="the other checkpoint")
+    source_help = f"a checkpoint, or a directory for its newest; {ADDRESS_HELP}"
+    parser.add_argument("a", type=parse_source, metavar="A", help=source_help)
+    parser.add_argument("b", type=parse_source, metavar="B", help="the other checkpoint")
     parser.add_argument("--all", action="store_true", help=f"list all differences, not only {MAX_SHOWN}")
     parser.set_defaults(function=diff)
 
     parser = subparsers.add_parser("report", help="explain a run: root causes, downtime, goodput")
-    parser.add_argument("paths", type=Path, nargs="*", metavar="RUN_DIR", help=RUN_DIR_HELP)
+    parser.add_argument("paths", type=parse_source, nargs="*", metavar="RUN_DIR", help=RUN_DIR_HELP)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
     output.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.set_defaults(function=report)
 
     parser = subparsers.add_parser("ls", help="list checkpoints: node, step, size, age, validity")
-    path_help = "CKPT_DIR, or a run's or node's directory in it (default ./checkpoints)"
-    parser.add_argument("path", type=Path, nargs="?", metavar="CKPT_DIR", help=path_help)
+    path_help = f"CKPT_DIR, or a run's or node's directory in it (default ./checkpoints); {ADDRESS_HELP}"
+    parser.add_argument("path", type=parse_source, nargs="?", metavar="CKPT_DIR", help=path_help)
     parser.set_defaults(function=ls)
 
     parser = subparsers.add_parser("verify", help="check checkpoints; exit 1 if one is bad")
-    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, node, run or CKPT_DIR")
+    path_help = f"a checkpoint, node, run or CKPT_DIR; {ADDRESS_HELP}"
+    parser.add_argument("path", type=parse_source, metavar="PATH", help=path_help)
     parser.add_argument("--deep", action="store_true", help="read all data and check every digest")
     parser.set_defaults(function=verify)
 
     parser = subparsers.add_parser("export", help="write one object's tensors to a plain file")
-    parser.add_argument(
-        "path", type=Path, metavar="SOURCE", help="a checkpoint, or a directory for its newest"
-    )
+    parser.add_argument("path", type=parse_source, metavar="SOURCE", help=source_help)
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file to write; a directory for dcp")
     parser.add_argument(
         "--object", "--only", default="model", metavar="NAME", help="the tracked object (default model)"
@@ -93,7 +98,8 @@ def default_ckpt_dir() -> Path:
 
 def report(args: argparse.Namespace) -> int:
     """Print the report of a run, or write its page; the exit code is always 0."""
-    loaded = load_run(args.paths or [default_ckpt_dir()])
+    with archived_run.copy_events(args.paths or [default_ckpt_dir()]) as paths:
+        loaded = load_run(paths)
     run_report = summary.build_run_report(
         loaded.events,
         checkpoint_entries=loaded.checkpoints,
@@ -128,7 +134,7 @@ def _write_page(path: Path, text: str) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print the table of checkpoints; the exit code is always 0."""
-    found = checkpoints.find_node_dirs(args.path or default_ckpt_dir())
+    found = checkpoints.find_checkpoints(args.path or default_ckpt_dir())
     write_stdout(checkpoints.format_checkpoints(found, time.time()))
     return EXIT_OK
 
@@ -138,7 +144,7 @@ def verify(args: argparse.Namespace) -> int:
 
     Quarantined checkpoints are listed, but are no failure.
     """
-    found = checkpoints.find_node_dirs(args.path)
+    found = checkpoints.find_checkpoints(args.path)
     counts = {"valid": 0, "bad": 0, "quarantined": 0}
     for entry in checkpoints.list_checkpoints(found, deep=args.deep):
         counts[entry.state] += 1
@@ -152,8 +158,8 @@ def verify(args: argparse.Namespace) -> int:
     return EXIT_BAD if counts["bad"] else EXIT_OK
 
 
-def _verify_line(entry: CheckpointEntry, base: Path) -> str:
-    name = str(entry.path.relative_to(base)) if entry.path != base else entry.path.name
+def _verify_line(entry: CheckpointEntry, base: Path | Address) -> str:
+    name = str(entry.path).removeprefix(str(base)).lstrip("/") or entry.path.name
     if entry.state == "valid":
         return f"ok   {name}  {format_bytes(entry.bytes)}"
     return f"{'BAD ' if entry.state == 'bad' else 'aside'} {name}: {entry.reason}"
@@ -164,14 +170,15 @@ def _verify_line(entry: CheckpointEntry, base: Path) -> str:
 
 def export(args: argparse.Namespace) -> int:
     """Write the tensors of one object to a plain file."""
-    found = checkpoints.find_node_dirs(args.path)
+    found = checkpoints.find_checkpoints(args.path)
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
 
     file_format = args.format or exporting.guess_format(args.target)
-    for path, manifest in _export_sources(found):
+    for source in _export_sources(found):
         try:
+            manifest = source.read_manifest()
             exported = exporting.export(
-                path,
+                source,
                 manifest,
                 args.target,
                 name=args.object,
@@ -185,7 +192,7 @@ def export(args: argparse.Namespace) -> int:
             continue
         age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
         write_stdout(
-            f"{args.object} of {path} "
+            f"{args.object} of {source.place} "
             f"(generation {manifest.generation}, step {manifest.step}, {age_text} old)\n"
         )
         size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
@@ -199,23 +206,19 @@ def export(args: argparse.Namespace) -> int:
     raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` shows why.")
 
 
-def _export_sources(found: checkpoints.FoundPath) -> Iterator[tuple[Path, Manifest]]:
-    """Yield the named checkpoint, or those of the nodes, newest first."""
-    from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
-
-    if found.level == "checkpoint":
-        yield found.path, quick_check(found.path, None)
-        return
+def _export_sources(found: FoundPath | FoundArchive) -> list[CheckpointSource]:
+    """Return the named checkpoint, or those of the nodes, newest first."""
     if len(found.run_ids) > 1:
         raise UsageError(
             f"{found.path}: holds {len(found.run_ids)} runs; give one: {', '.join(found.run_ids[:20])}."
         )
+    if isinstance(found, FoundArchive):
+        return [*found.list_sources()]
+    if found.level == "checkpoint":
+        return [DirectorySource(found.path)]
     valid = [entry for entry in checkpoints.list_checkpoints(found) if entry.state == "valid"]
-    for entry in sorted(valid, key=lambda entry: (entry.generation or 0, entry.step or 0), reverse=True):
-        try:
-            yield entry.path, quick_check(entry.path, None)
-        except CheckpointError as error:  # a running job pruned it
-            print(f"not used: {error}", file=sys.stderr)
+    newest_first = sorted(valid, key=lambda entry: (entry.generation or 0, entry.step or 0), reverse=True)
+    return [DirectorySource(Path(str(entry.path))) for entry in newest_first]
 
 
 # ---- diff --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from elastic_resume.mechanisms.archive import ARCHIVE
 from elastic_resume.mechanisms.gpu_health import GPU_HEALTH
 from elastic_resume.mechanisms.hangs import HANGS
 from elastic_resume.mechanisms.mechanism import (
@@ -22,6 +23,7 @@ from elastic_resume.mechanisms.standbys import STANDBYS
 from elastic_resume.mechanisms.unreachable_peers import UNREACHABLE_PEERS
 
 MECHANISMS: tuple[Mechanism, ...] = (
+    ARCHIVE,
     GPU_HEALTH,
     HANGS,
     ON_EVENT,

@@ -8,8 +8,9 @@ step.
 A saved state that cannot be loaded is skipped with a message, and an older one is used. One of a newer format
 is never skipped: it is valid, and an upgrade can still load it.
 
-A saved state is a snapshot in memory or a checkpoint on disk. The order ignores the tier. A node that has
-the same state in both reads the snapshot.
+A saved state is a snapshot in memory, or a checkpoint on disk or in the archive. The order ignores the tier.
+A node that has the same state in memory and on disk reads the snapshot. A state that a node holds is not read
+from the archive.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from elastic_resume.errors import NoValidCheckpointError
 from elastic_resume.milestone import Milestone, Version
 
-MEMORY, DISK = "memory", "disk"
+MEMORY, DISK, ARCHIVE = "memory", "disk", "archive"
 ASIDE = "aside"
 MAX_CHAIN_NODES = 16
 
@@ -30,10 +31,10 @@ MAX_CHAIN_NODES = 16
 class SavedState:
     """A checkpoint that a node can read, or a snapshot in its memory.
 
-    ``owner_node`` is the node whose directory or memory holds it. ``nbytes`` is its size in bytes. ``epoch``
-    distinguishes two states of an epoch's last step: one before and one after the end-of-epoch code ran.
-    ``step_in_epoch`` is 0 at the beginning of an epoch. The last three: see `Manifest`, and
-    `milestone.Milestone`.
+    ``owner_node`` is the node whose directory or memory holds it, or that has written an archived one.
+    ``nbytes`` is its size in bytes. ``epoch`` distinguishes two states of an epoch's last step: one before
+    and one after the end-of-epoch code ran. ``step_in_epoch`` is 0 at the beginning of an epoch. The last
+    three: see `Manifest`, and `milestone.Milestone`.
     """
 
     owner_node: str
@@ -151,7 +152,7 @@ class ResumePlan:
 
     @property
     def source_tier(self) -> str:
-        """Return "memory" or "disk", the tier of the source; "" for a cold start."""
+        """Return "memory", "disk" or "archive", the tier of the source; "" for a cold start."""
         source = self.saved_state_for(self.source_node)
         return source.tier if source else ""
 
@@ -249,12 +250,15 @@ def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
             held[node.node] = min(
                 same,
                 key=lambda state: (  # a node's own directory first, then memory
+                    state.tier == ARCHIVE,
                     state.owner_node != node.node,
                     state.tier != MEMORY,
                     state.writer_rank,
                     state.owner_node,
                 ),
             )
+    of_nodes = {node: state for node, state in held.items() if state.tier != ARCHIVE}
+    held = of_nodes or held
     # BatchNorm's buffers may differ between replicas; rank 0's count, as in DDP. Two states of one writer
     # have the same bytes: the faster tier is used.
     source = min(

@@ -19,6 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_resume import constants
+from elastic_resume.archive.address import Address
+from elastic_resume.archive.entries import BadEntry
+from elastic_resume.archive.location import ArchivedSource, FoundArchive, find_archive
 from elastic_resume.checkpoint.catalog import (
     Catalog,
     CatalogEntry,
@@ -73,6 +76,16 @@ class FoundPath:
     def run_ids(self) -> tuple[str, ...]:
         """The names of the runs, sorted."""
         return tuple(sorted({node_dir.run_id for node_dir in self.node_dirs if node_dir.run_id is not None}))
+
+
+def find_checkpoints(place: Path | Address) -> FoundPath | FoundArchive:
+    """Find the node directories at or below a path, or the runs at an address of an archive.
+
+    Raises:
+        UsageError: there is no such directory, it cannot be read, or no run is at the address.
+        ArchiveError: the archive cannot be reached.
+    """
+    return find_archive(place) if isinstance(place, Address) else find_node_dirs(place)
 
 
 def find_node_dirs(path_argument: Path) -> FoundPath:
@@ -180,7 +193,7 @@ class CheckpointEntry:
     ``run_id`` and ``node`` are directory names; ``written_at`` is in Unix seconds. None: unknown.
     """
 
-    path: Path
+    path: Path | Address
     run_id: str
     node: str
     state: str
@@ -193,8 +206,12 @@ class CheckpointEntry:
     milestones: tuple[Milestone, ...] = ()
 
 
-def list_checkpoints(found: FoundPath, *, deep: bool = False) -> Iterator[CheckpointEntry]:
+def list_checkpoints(found: FoundPath | FoundArchive, *, deep: bool = False) -> Iterator[CheckpointEntry]:
     """Yield every checkpoint, node by node, newest first, then the quarantined ones."""
+    if isinstance(found, FoundArchive):
+        for source in found.list_sources():
+            yield _check_archived(source, deep)
+        return
     if found.level == "checkpoint":
         path = found.path
         entry = CatalogEntry(path, *(parse_checkpoint_name(path.name) or (0, 0)), None, None)
@@ -205,7 +222,7 @@ def list_checkpoints(found: FoundPath, *, deep: bool = False) -> Iterator[Checkp
         yield from _list_node(node_dir, deep)
 
 
-def format_checkpoints(found: FoundPath, now: float) -> str:
+def format_checkpoints(found: FoundPath | FoundArchive, now: float) -> str:
     """Format the table of `list_checkpoints`, with ``now`` in Unix seconds."""
     entries = list(list_checkpoints(found))
     if not entries:
@@ -278,6 +295,32 @@ def _check(entry: CatalogEntry, run_id: str | None, *, deep: bool) -> CatalogEnt
         return CatalogEntry(entry.path, *manifest.version, manifest, None)
     except CheckpointError as error:
         return replace(entry, manifest=None, error=error)
+
+
+def _check_archived(source: ArchivedSource, deep: bool) -> CheckpointEntry:
+    run_id, place = source.archive.run_id, source.place
+    try:
+        manifest = source.read_manifest()
+        error: CheckpointError | None = None
+        if deep:
+            with show_progress(f"reading {place.name}", manifest.file_bytes) as set_done:
+                source.verify_image(manifest, set_done)
+    except CheckpointError as caught:
+        error = caught
+        if isinstance(source.entry, BadEntry):
+            return CheckpointEntry(place, run_id, "-", BAD, str(error).rstrip("."))
+    return CheckpointEntry(
+        path=place,
+        run_id=run_id,
+        node=manifest.node,
+        state=VALID if error is None else BAD,
+        reason="" if error is None else str(error).rstrip("."),
+        generation=manifest.generation,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        bytes=manifest.file_bytes,
+        written_at=manifest.written_at,
+    )
 
 
 def _make_entry(entry: CatalogEntry, run_id: str, node: str) -> CheckpointEntry:

@@ -1,4 +1,4 @@
-"""List and open a node's saved states, in its memory and on the disks that it sees.
+"""List and open a node's saved states: in its memory, on the disks that it sees, and in the archive.
 
 A `StateSource` lists the states of one tier, opens one for a restore attempt, and gives one up that proved
 invalid. `take_inventory` collects what all tiers of this node list. `policy.resume_plan` turns all
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from elastic_resume.archive.archive import Archive, open_archive
+from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
 from elastic_resume.checkpoint import node_dir, reader
 from elastic_resume.checkpoint.catalog import (
     MAX_ENTRIES,
@@ -26,8 +29,22 @@ from elastic_resume.checkpoint.catalog import (
 )
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
-from elastic_resume.errors import CheckpointError, ForeignError, UnreadableError
-from elastic_resume.policy.resume_plan import ASIDE, DISK, MEMORY, Inventory, RejectedState, SavedState
+from elastic_resume.errors import (
+    ArchiveError,
+    CheckpointError,
+    ForeignError,
+    NewerFormatError,
+    UnreadableError,
+)
+from elastic_resume.policy.resume_plan import (
+    ARCHIVE,
+    ASIDE,
+    DISK,
+    MEMORY,
+    Inventory,
+    RejectedState,
+    SavedState,
+)
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
@@ -36,6 +53,9 @@ from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.slots.slot_memory import Slot
 
+logger = logging.getLogger(__name__)
+
+MAX_UNKNOWN_STEP = 1 << 40
 # Limit per directory, newest first. Older ones matter after 64 corrupt ones, or if the user asks for one.
 MAX_LISTED_STATES = 64
 
@@ -85,7 +105,11 @@ class StateSource(Protocol):
 
 def list_sources(context: RankContext, slot_client: SlotClient | None) -> dict[str, StateSource]:
     """Return the sources of this node by tier. Without ``slot_client`` the node has no memory for states."""
-    sources: list[StateSource] = [MemorySource(context, slot_client), DiskSource(context, slot_client)]
+    sources: list[StateSource] = [
+        MemorySource(context, slot_client),
+        DiskSource(context, slot_client),
+        ArchiveSource(context, slot_client),
+    ]
     return {source.tier: source for source in sources}
 
 
@@ -244,6 +268,98 @@ class DiskSource:
 
 def _read_milestone_names(path: Path) -> tuple[str, ...]:
     return tuple(label.name for label in read_milestones(path))
+
+
+class ArchiveSource:
+    """The archived checkpoints of this run.
+
+    Rank 0's node alone lists them, and reads one; the others get it while it arrives. So the archive is read
+    once, whatever the number of nodes. A restore deletes nothing there.
+    """
+
+    tier = ARCHIVE
+
+    def __init__(self, context: RankContext, slot_client: SlotClient | None) -> None:
+        self._context, self._slot_client = context, slot_client
+        settings = context.settings
+        self._archive: Archive | None = None
+        if settings.archive:
+            self._archive = open_archive(settings.archive, settings.run_id)
+
+    def list_states(self) -> Listing:
+        """List the newest entries.
+
+        With ``--resume never`` none is to be resumed, but their generations count. If the archive cannot be
+        reached, a job that has no other state does not start over.
+        """
+        context, archive = self._context, self._archive
+        if archive is None or context.collectives.rank != 0:
+            return Listing((), ())
+        try:
+            entries = archive.list_checkpoints(MAX_LISTED_STATES)
+        except ArchiveError as error:
+            logger.warning("the archive cannot be read, so only what nodes hold is resumed: %s", error)
+            return Listing((), (RejectedState(context.node, "the archive", str(error), kind="unreadable"),))
+        good = [entry for entry in entries if isinstance(entry, ArchivedCheckpoint)]
+        newest = max((entry.manifest.generation for entry in good), default=0)
+        if context.settings.resume == "never":
+            return Listing((), (), newest)
+        # One of unknown version may be newer than all that can be read.
+        unknown = (newest, MAX_UNKNOWN_STEP)
+        rejected = [
+            RejectedState(
+                context.node,
+                f"entry {e.number} of the archive",
+                str(e.error),
+                e.version or (unknown if e.error.kind == NewerFormatError.kind else (0, 0)),
+                e.error.kind,
+            )
+            for e in entries
+            if isinstance(e, BadEntry)
+        ]
+        states = [to_saved_state(entry.manifest.node, entry.manifest, ARCHIVE) for entry in good]
+        return Listing(tuple(states), tuple(rejected), newest)
+
+    def open(self, saved_state: SavedState) -> OpenedState:
+        """Read the image into a slot, or into private memory without a free one."""
+        archive, archived = self._archive, self._find(saved_state)
+        if archive is None or archived is None:
+            raise UnreadableError(f"{self.name_of(saved_state)} is not there any more")
+        reserved = (
+            reserve_slot(self._slot_client, archived.manifest) if self._context.is_local_leader else None
+        )
+        tasks = []
+        if reserved is not None:
+            buffer, slot, populate = reserved
+            tasks.append(BackgroundTask("populate", populate))
+        else:
+            memory = allocate_memory(archived.manifest.file_bytes)
+            buffer, slot = StreamingBuffer(memory, LocalWatermark()), None
+        fill = functools.partial(archive.read_image, archived, buffer.memory, buffer.advance)
+        tasks.append(BackgroundTask("fill", fill, buffer))
+        return OpenedState(archived.manifest, buffer, slot, slot is not None, tasks=tuple(tasks))
+
+    def name_of(self, saved_state: SavedState) -> str:
+        """See StateSource."""
+        return f"{reader.checkpoint_name(*saved_state.version)} (in the archive)"
+
+    def give_up(self, saved_state: SavedState, reason: str) -> None:
+        """Leave it there: another job, or a person, may still need what is whole of it."""
+        del reason
+        logger.warning("%s is damaged, and stays where it is.", self.name_of(saved_state))
+
+    def _find(self, saved_state: SavedState) -> ArchivedCheckpoint | None:
+        """Return the entry of a state that `list_states` has listed; raise UnreadableError."""
+        try:
+            entries = self._archive.list_checkpoints(MAX_LISTED_STATES) if self._archive else []
+        except ArchiveError as error:
+            raise UnreadableError(str(error)) from error
+        for entry in entries:
+            if isinstance(entry, ArchivedCheckpoint) and saved_state == to_saved_state(
+                entry.manifest.node, entry.manifest, ARCHIVE
+            ):
+                return entry
+        return None
 
 
 def take_inventory(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_resume.archive.address import Address
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.state import open_checkpoint
 from elastic_resume.state.load_objects import describe_tensor
@@ -72,11 +73,11 @@ class Comparison:
     other_count: int
 
 
-def compare(path_a: Path, path_b: Path) -> Comparison:
+def compare(path_a: Path | Address, path_b: Path | Address) -> Comparison:
     """Compare two checkpoints. For the directory of a run or a node, use its newest valid checkpoint.
 
     Raises:
-        CheckpointError, NoValidCheckpointError: one of them cannot be read.
+        CheckpointError, NoValidCheckpointError, ArchiveError: one of them cannot be read.
 
     """
     first, second = (open_checkpoint.open_checkpoint(path, shows_progress=True) for path in (path_a, path_b))
@@ -95,7 +96,7 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         differences += find_differences(name, *values)
         tensor_count += any(isinstance(value, Tensor) for value in values)
     compared_a, compared_b = (
-        ComparedCheckpoint(str(checkpoint.path), checkpoint.manifest.generation, checkpoint.manifest.step)
+        ComparedCheckpoint(str(checkpoint.place), checkpoint.manifest.generation, checkpoint.manifest.step)
         for checkpoint in checkpoints
     )
     return Comparison(compared_a, compared_b, tuple(differences), tensor_count, len(names) - tensor_count)

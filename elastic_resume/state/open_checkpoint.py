@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from elastic_resume import constants
+from elastic_resume.archive.address import Address, parse_source
+from elastic_resume.archive.location import find_archive
 from elastic_resume.checkpoint import catalog, json_codec, reader
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import translate_read_errors
+from elastic_resume.checkpoint.source import CheckpointSource, DirectorySource, Place
 from elastic_resume.console import show_progress
 from elastic_resume.errors import (
     CheckpointError,
@@ -33,12 +36,14 @@ from elastic_resume.errors import (
 from elastic_resume.state import dtensors, load_objects
 from elastic_resume.state.state_dict import COMPLEX_KINDS, TensorBuffer
 
+_MAX_ARCHIVED = 64  # the newest are looked at
+
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
     """A checkpoint: its manifest, its tensors, and each tracked object's state with references to them."""
 
-    path: Path
+    place: Place
     manifest: Manifest
     buffer: TensorBuffer
     state: Mapping[str, Any]
@@ -55,7 +60,8 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
     Needs no process group, no agent and no GPU, and changes nothing.
 
     Args:
-        path: a checkpoint, or the directory of a node or a run, which means its newest valid checkpoint.
+        path: a checkpoint, or the directory of a node or a run, which means its newest valid checkpoint. Or
+            an address in an archive: ``s3://BUCKET/PREFIX/RUN_ID``, or a checkpoint of that run.
         name: the object to read. "model" returns its state_dict, without ``module.`` and ``_orig_mod.``;
             "optimizer", "scheduler" … return the argument of their ``load_state_dict``. None returns all.
 
@@ -63,13 +69,15 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
         UsageError: there is no such object; the text lists the existing ones.
         CheckpointError: there is nothing readable, or its bytes are damaged.
         NoValidCheckpointError: no checkpoint of the directory is valid.
+        ArchiveError: the archive cannot be reached.
 
     """
-    checkpoint = open_checkpoint(Path(path))
+    checkpoint = open_checkpoint(parse_source(path))
     if name is not None and name not in checkpoint.state:
         known = ", ".join(map(repr, list(checkpoint.state)[:20]))
         raise UsageError(
-            f"{checkpoint.path}: holds no object {name!r}. It holds {known}; choose one with name=…, or None."
+            f"{checkpoint.place}: holds no object {name!r}. It holds {known}; choose one with name=…, or "
+            "None."
         )
     state = checkpoint.state if name is None else checkpoint.state[name]
     return load_objects.replace_references(
@@ -77,7 +85,7 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
     )
 
 
-def open_checkpoint(path: Path, *, shows_progress: bool = False) -> OpenCheckpoint:
+def open_checkpoint(path: Path | Address, *, shows_progress: bool = False) -> OpenCheckpoint:
     """Open the checkpoint at ``path``, or the newest valid one of a node or a run. Verify every byte.
 
     ``shows_progress`` is for commands, which have the terminal for themselves.
@@ -85,21 +93,17 @@ def open_checkpoint(path: Path, *, shows_progress: bool = False) -> OpenCheckpoi
     Raises:
         CheckpointError: there is nothing readable, or its bytes are damaged.
         NoValidCheckpointError: no checkpoint of the directory is valid.
+        ArchiveError: the archive cannot be reached.
 
     """
-    if path.name in {constants.MANIFEST_FILE, constants.STATE_FILE}:
-        path = path.parent
-    with translate_read_errors(path):
-        entries = _list_checkpoints(path)
-    if not entries:
-        return _open_directory(path, shows_progress)
+    is_one, sources = _list_archived(path) if isinstance(path, Address) else _list_directories(path)
     problems = []
-    for entry in sorted(entries, key=lambda entry: entry.version, reverse=True):
+    for source in sources:
         try:
-            if entry.error is not None:
-                raise entry.error
-            return _open_directory(entry.path, shows_progress)
+            return _open_source(source, shows_progress)
         except CheckpointError as error:
+            if is_one:
+                raise
             problems.append(str(error))
     more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
     raise NoValidCheckpointError(f"{path}: no checkpoint can be read ({'; '.join(problems[:4])}{more}).")
@@ -128,19 +132,42 @@ def _decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
     return state
 
 
-def _open_directory(path: Path, shows_progress: bool) -> OpenCheckpoint:
-    manifest = reader.quick_check(path, None)
-    if not shows_progress:
-        return open_image(path, manifest, reader.map_image(path, manifest))
-    with show_progress(f"reading {path.name}", manifest.file_bytes) as set_done:
-        return open_image(path, manifest, reader.map_image(path, manifest, set_done))
-
-
-def open_image(path: Path, manifest: Manifest, memory: memoryview) -> OpenCheckpoint:
-    """Open the checkpoint at ``path`` whose verified data file is in ``memory``."""
+def _list_directories(path: Path) -> tuple[bool, list[CheckpointSource]]:
+    """Return whether ``path`` is one checkpoint, and each one of it, newest first."""
+    if path.name in {constants.MANIFEST_FILE, constants.STATE_FILE}:
+        path = path.parent
     with translate_read_errors(path):
+        entries = _list_checkpoints(path)
+    if not entries:
+        return True, [DirectorySource(path)]
+    entries = sorted(entries, key=lambda entry: entry.version, reverse=True)
+    return False, [DirectorySource(entry.path, entry.error) for entry in entries]
+
+
+def _list_archived(address: Address) -> tuple[bool, list[CheckpointSource]]:
+    """Return what `_list_directories` does, for an archive."""
+    found = find_archive(address)
+    if len(found.run_ids) > 1:
+        names = ", ".join(found.run_ids[:20])
+        raise UsageError(f"{address}: holds {len(found.run_ids)} runs; add one to the address: {names}.")
+    return found.level == "checkpoint", [*found.list_sources(_MAX_ARCHIVED)]
+
+
+def _open_source(source: CheckpointSource, shows_progress: bool) -> OpenCheckpoint:
+    manifest = source.read_manifest()
+    if not shows_progress:
+        return open_image(source.place, manifest, source.view_image(manifest, lambda _: None))
+    with show_progress(f"reading {source.place.name}", manifest.file_bytes) as set_done:
+        return open_image(source.place, manifest, source.view_image(manifest, set_done))
+
+
+def open_image(place: Place, manifest: Manifest, memory: memoryview) -> OpenCheckpoint:
+    """Open the checkpoint at ``place`` whose verified data file is in ``memory``."""
+    try:
         buffer = TensorBuffer(Layout.parse(memory, manifest.file_bytes), memory)
-        return OpenCheckpoint(path, manifest, buffer, _decode_state(manifest, buffer.layout))
+        return OpenCheckpoint(place, manifest, buffer, _decode_state(manifest, buffer.layout))
+    except CheckpointError as error:
+        raise type(error)(f"{place}: {error}") from error
 
 
 def _list_checkpoints(path: Path) -> list[CatalogEntry]:

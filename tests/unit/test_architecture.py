@@ -24,7 +24,7 @@ LAYERS = """
     policy
     schedulers
     checkpoint
-    slots
+    slots archive
     rendezvous
     state data
     mechanisms config_file

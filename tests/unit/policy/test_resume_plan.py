@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_resume.errors import NoValidCheckpointError
 from elastic_resume.policy.resume_plan import (
+    ARCHIVE,
     DISK,
     MAX_CHAIN_NODES,
     MEMORY,
@@ -338,3 +339,30 @@ def test_sources_spread_without_circles(memory: int, disk: int, lacking: int) ->
 def test_cold_start_has_no_sources() -> None:
     """There is no copy."""
     assert plan_senders(choose_resume_plan([node("a", 0), node("b", 1)], "auto")) == {}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "source", "holders"),
+    [
+        ({"a": [ARCHIVE]}, ("a", ARCHIVE), ["a"]),
+        ({"a": [ARCHIVE, DISK]}, ("a", DISK), ["a"]),
+        ({"a": [ARCHIVE], "b": [DISK]}, ("b", DISK), ["b"]),  # it sends faster than an archive
+        ({"a": [ARCHIVE], "b": [MEMORY], "c": [DISK]}, ("b", MEMORY), ["b", "c"]),
+    ],
+)
+def test_archive_is_read_only_for_what_no_node_holds(
+    tiers: dict[str, list[str]], source: tuple[str, str], holders: list[str]
+) -> None:
+    """A newer archived state beats older ones of nodes, as in every tier."""
+    nodes = ["a", "b", "c"]
+    inventories = [
+        Inventory(name, rank, tuple(SavedState(name, 1, 5, rank, tier) for tier in tiers.get(name, ())))
+        for rank, name in enumerate(nodes)
+    ]
+    plan = choose_resume_plan(inventories, "auto")
+    assert (plan.source_node, plan.source_tier) == source
+    assert [name for name, _ in plan.holders] == holders
+    newer = Inventory("d", 3, (SavedState("z", 1, 6, 0, ARCHIVE),))
+    plan = choose_resume_plan([*inventories, newer], "auto")
+    assert (plan.step, plan.source_tier, plan.owner_node) == (6, ARCHIVE, "z")
+    assert plan.receiving_nodes == ("a", "b", "c")

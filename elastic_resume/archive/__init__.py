@@ -1,0 +1,26 @@
+"""The third tier: checkpoints in an object store or a shared directory, which outlive all nodes and disks.
+
+::
+
+    ADDRESS/RUN_ID/log/00000017           one entry per archived checkpoint, numbered from 1
+    ADDRESS/RUN_ID/parts/ATTEMPT/00000    bytes of its image, `part_bytes` each
+    ADDRESS/RUN_ID/events/NODE.jsonl      the node's newest events, for ``report``
+
+An attempt to archive a checkpoint has a number and a unique id. Its commit is one object that is created only
+if it does not exist, as in the transaction log of Delta Lake:
+
+1. At its start, the number is the newest in the log plus 1. It never changes within the attempt.
+2. The parts are put below the attempt's id. No reader looks for them there.
+3. The entry is put under the number, if there is none. If there is one, it is our own, whose answer was lost,
+   or that of a second writer: `SecondWriterError`.
+4. If the log has a greater number now, ours was one that a second writer had used and pruned: the same error.
+
+So an archived checkpoint exists whole or not at all, whichever process dies where.
+
+**Sweep.** Parts of attempts that no entry names are deleted after a commit, if they were listed before that
+commit. Whoever had begun such an attempt had seen an older log. Its number is therefore taken (3), or smaller
+than the newest (4), and it cannot commit.
+
+**Prune.** An entry goes before its parts. The entry with the greatest number stays, because it numbers the
+next one.
+"""

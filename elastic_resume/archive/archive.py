@@ -1,0 +1,463 @@
+"""Read and write one run's part of an archive; the package's docstring has layout and protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from elastic_resume import constants, failpoints
+from elastic_resume.archive import entries
+from elastic_resume.archive.address import OBJECT_SCHEMES, Address, parse_address
+from elastic_resume.archive.directory_store import DirectoryStore
+from elastic_resume.archive.entries import (
+    ArchivedCheckpoint,
+    Attempt,
+    BadEntry,
+    EntryHeader,
+)
+from elastic_resume.archive.store import Store
+from elastic_resume.checkpoint.layout import MAX_HEADER_BYTES, Layout
+from elastic_resume.checkpoint.reader import allocate_memory
+from elastic_resume.errors import (
+    ArchiveError,
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    SecondWriterError,
+    TornError,
+    UnreadableError,
+)
+
+MAX_EVENTS_BYTES = 64 << 20
+_THREADS = 8  # requests in flight
+_CONFLICT_PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 2.0)
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def open_archive(address: str, run_id: str, setting: str = "--archive") -> Archive:
+    """Open the part of ``run_id`` of the archive at ``address``; nothing is read or written yet.
+
+    Raises:
+        ConfigError: the address is malformed, or a package that it needs is missing.
+
+    """
+    if not re.fullmatch(constants.SAFE_NAME_PATTERN, run_id):
+        raise ConfigError(f"the run id {run_id[:100]!r} cannot be a name in an archive.")
+    parsed = parse_address(setting, address)
+    return Archive(open_store(parsed), run_id)
+
+
+def open_store(address: Address) -> Store:
+    """Return the store at ``address``; raise ConfigError if a package that it needs is missing."""
+    if address.scheme == "file":
+        return DirectoryStore(Path(address.path).absolute())
+    if address.scheme in OBJECT_SCHEMES:
+        try:
+            from elastic_resume.archive.obstore_store import ObstoreStore  # noqa: PLC0415  an extra
+        except ImportError as error:
+            raise ConfigError(
+                f"{address}: takes the package obstore, which is not installed here: pip install "
+                "'elastic-resume[remote]' (on Python 3.11 or newer)."
+            ) from error
+        return ObstoreStore(address)
+    try:
+        from elastic_resume.archive.fsspec_store import FsspecStore  # noqa: PLC0415  imports asyncio
+    except ImportError as error:
+        raise ConfigError(
+            f"{address}: takes the package fsspec, which is not installed here: pip install fsspec."
+        ) from error
+    return FsspecStore(address)
+
+
+def _ignore_progress(_: int) -> None:
+    pass
+
+
+def try_store(store: Store) -> bool:
+    """Put, get, list and delete an object; return whether the store can create one only if there is none.
+
+    Raises:
+        ArchiveError: a request fails, or its answer is wrong.
+
+    """
+    directory, name, data = ".doctor", secrets.token_hex(8), secrets.token_bytes(1000)
+    path = f"{directory}/{name}"
+    store.put(path, data)
+    try:
+        received = store.get_range(path, 10, 100)
+        is_listed = any(stored.name == name for stored in store.list(directory))
+        can_create = True
+        try:
+            is_replaced = store.put_if_absent(path, data)
+        except ArchiveError as error:
+            if error.kind != "unsupported":
+                raise
+            can_create = is_replaced = False
+    finally:
+        store.delete(path)
+    wrong = {
+        "it returns other bytes than it was given": bytes(received or b"") != data[10:110],
+        "it does not list what was just put": not is_listed,
+        "it replaces an object that it is told to keep": is_replaced,
+    }
+    for problem in (problem for problem, is_wrong in wrong.items() if is_wrong):
+        raise ArchiveError(f"{store.description}: {problem}; choose another store.")
+    return can_create
+
+
+class Archive:
+    """One run's archived checkpoints. Methods that read raise CheckpointErrors, as `checkpoint.reader`.
+
+    All others raise ArchiveError if the store cannot be reached, or refuses. Any thread may use it.
+    """
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store = store
+        self.run_id = run_id
+        self._headers: dict[int, EntryHeader] = {}  # entries never change
+        self._has_warned = False
+        self.description = f"{store.description.rstrip('/')}/{run_id}"
+
+    # ---- reading ---------------------------------------------------------------------------------------
+
+    def list_numbers(self) -> list[int]:
+        """Return the numbers of all entries, newest first; raise ArchiveError if it cannot list them."""
+        names = self._store.list(f"{self.run_id}/log")
+        numbers = [entries.parse_number(stored.name) for stored in names if not stored.is_prefix]
+        return sorted((number for number in numbers if number is not None), reverse=True)
+
+    def read_entry(self, number: int) -> ArchivedCheckpoint:
+        """Read one entry of the log.
+
+        Raises:
+            CheckpointError: what is wrong with it; UnreadableError if the store cannot be reached.
+
+        """
+        with self._translate_errors(f"entry {number}"):
+            data = self._store.get_range(self._entry_name(number), 0, entries.MAX_ENTRY_BYTES + 1)
+            if data is None:
+                raise TornError("does not exist any more.")
+            return entries.parse_entry(number, data, self.run_id)
+
+    def find_numbers(self, version: tuple[int, int]) -> list[int]:
+        """Return the numbers of the entries of (generation, step), newest first; raise ArchiveError."""
+        headers = self._read_headers(self.list_numbers())
+        return [
+            number
+            for number, header in headers.items()
+            if header is not None and entries.parse_attempt_id(header.attempt) == version
+        ]
+
+    def list_checkpoints(self, limit: int) -> list[ArchivedCheckpoint | BadEntry]:
+        """Return the newest ``limit`` entries, newest first; those deleted meanwhile are left out.
+
+        Raises:
+            ArchiveError: the log cannot be listed.
+
+        """
+
+        def read(number: int) -> ArchivedCheckpoint | BadEntry:
+            try:
+                return self.read_entry(number)
+            except CheckpointError as error:
+                return BadEntry(number, error, self._find_version(number))
+
+        numbers = self.list_numbers()[:limit]
+        with ThreadPoolExecutor(_THREADS, "elastic-resume-archive") as threads:
+            found = list(threads.map(read, numbers))
+        if any(isinstance(entry, BadEntry) and isinstance(entry.error, TornError) for entry in found):
+            remaining = set(self.list_numbers())
+            found = [entry for entry in found if entry.number in remaining]
+        return found
+
+    def read_blocks(self, archived: ArchivedCheckpoint, first: int, count: int, into: memoryview) -> None:
+        """Fill ``into`` with ``count`` verified blocks of the image, beginning with block ``first``.
+
+        Raises:
+            CheckpointError: naming the part and its bytes; the content of ``into`` must not be used.
+
+        """
+        manifest, into = archived.manifest, into.cast("B")
+        start = first * manifest.block_bytes
+        size = min((first + count) * manifest.block_bytes, manifest.file_bytes) - start
+        if first < 0 or count < 0 or first + count > len(manifest.blocks) or len(into) != max(size, 0):
+            raise ValueError(f"{len(into)} bytes for {count} blocks from {first} on")
+        for index in range(first, first + count):
+            offset = (index - first) * manifest.block_bytes
+            self._read_block(archived, index, into[offset : offset + manifest.block_bytes])
+
+    def _find_version(self, number: int) -> tuple[int, int] | None:
+        """Return the version of an entry that cannot be read otherwise."""
+        with contextlib.suppress(ArchiveError, CheckpointError):
+            data = self._store.get_range(self._entry_name(number), 0, entries.MAX_HEADER_BYTES)
+            return None if data is None else entries.find_version(data)
+        return None
+
+    def read_image(
+        self,
+        archived: ArchivedCheckpoint,
+        into: memoryview | None = None,
+        on_verified: Callable[[int], object] = _ignore_progress,
+        threads: int = _THREADS,
+    ) -> memoryview:
+        """Read the image into ``into`` (of exactly its size) or new memory, and verify every byte.
+
+        ``on_verified`` gets the number of verified bytes from the image's start, after each block.
+        ``threads`` is the number of requests in flight.
+
+        Raises:
+            CheckpointError: naming the part and its bytes; the content of ``into`` must not be used.
+
+        """
+        manifest = archived.manifest
+        image = allocate_memory(manifest.file_bytes) if into is None else into.cast("B")
+        if len(image) != manifest.file_bytes:
+            raise ValueError(f"a buffer of {len(image)} bytes for an image of {manifest.file_bytes}")
+
+        def read(index: int) -> int:
+            start = index * manifest.block_bytes
+            block = image[start : start + manifest.block_bytes]
+            self._read_block(archived, index, block)
+            return start + len(block)
+
+        pool = ThreadPoolExecutor(threads, "elastic-resume-archive")
+        try:
+            for verified in pool.map(read, range(len(manifest.blocks))):
+                on_verified(verified)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        with self._translate_errors(archived.attempt):
+            Layout.parse(image, manifest.file_bytes)
+        return image
+
+    def verify_image(
+        self, archived: ArchivedCheckpoint, on_verified: Callable[[int], object] = _ignore_progress
+    ) -> None:
+        """Read the image and verify every byte, without memory for all of it; as `read_image`."""
+        manifest, header = archived.manifest, bytearray()
+        size = manifest.block_bytes * _THREADS
+        memory = allocate_memory(min(size, manifest.file_bytes))
+        with ThreadPoolExecutor(_THREADS, "elastic-resume-archive") as threads:
+            for start in range(0, manifest.file_bytes, size):
+                batch = memory[: manifest.file_bytes - start]
+                offsets = range(0, len(batch), manifest.block_bytes)
+                blocks = [batch[offset : offset + manifest.block_bytes] for offset in offsets]
+                first = start // manifest.block_bytes
+                numbers = range(first, first + len(blocks))
+                for _ in threads.map(functools.partial(self._read_block, archived), numbers, blocks):
+                    pass
+                if len(header) < MAX_HEADER_BYTES:
+                    header += batch
+                on_verified(start + len(batch))
+        with self._translate_errors(archived.attempt):
+            Layout.parse(header, manifest.file_bytes)
+
+    def _read_block(self, archived: ArchivedCheckpoint, index: int, into: memoryview) -> None:
+        """Read one block. Read it again before it counts as damaged: the network may have done it."""
+        part, offset = divmod(index * archived.manifest.block_bytes, archived.part_bytes)
+        name = self._part_name(archived.attempt, part)
+        with self._translate_errors(f"part {part} of {archived.attempt}"):
+            for is_last_try in (False, True):
+                try:
+                    into[:] = self._get_block(name, offset, len(into), archived.manifest.blocks[index])
+                except (TornError, CorruptError):
+                    if is_last_try:
+                        raise
+                else:
+                    return
+
+    def _get_block(self, name: str, offset: int, size: int, digest: str) -> memoryview:
+        data = self._store.get_range(name, offset, size)
+        if data is None:
+            raise TornError("is missing.")
+        if len(data) < size:
+            raise TornError(f"ends at byte {offset + len(data)}.")
+        if len(data) > size or xxhash.xxh3_128_hexdigest(data) != digest:
+            raise CorruptError(f"bytes {offset} to {offset + size} do not match their digest.")
+        return data
+
+    # ---- writing ---------------------------------------------------------------------------------------
+
+    def begin(self, version: tuple[int, int], nonce: str) -> Attempt | None:
+        """Begin an attempt to archive ``version``, whose number is fixed now; None if it is archived already.
+
+        ``nonce`` makes its id unique: 8 to 32 random hexadecimal digits. Nothing is written.
+        """
+        numbers = self.list_numbers()
+        has_parts = any(entries.parse_attempt_id(name) == version for name in self.list_attempts())
+        if has_parts and self.find_numbers(version):
+            return None
+        return Attempt(max(numbers, default=0) + 1, entries.make_attempt_id(version, nonce), version)
+
+    def put_part(self, attempt_id: str, index: int, data: memoryview) -> None:
+        """Store part ``index`` of an attempt; to store it twice is harmless."""
+        self._store.put(self._part_name(attempt_id, index), data)
+        failpoints.hit("archive.part-stored")
+
+    def commit(
+        self,
+        attempt: Attempt,
+        manifest_bytes: bytes,
+        part_bytes: int,
+        milestone: str | None = None,
+        metric: float | None = None,
+    ) -> None:
+        """Make the attempt an archived checkpoint; all its parts must be stored.
+
+        Raises:
+            SecondWriterError: another attempt has its number. This job must archive no more.
+
+        """
+        header = EntryHeader(attempt.id, part_bytes, milestone, metric)
+        data = entries.encode_header(header) + manifest_bytes
+        failpoints.hit("archive.before-entry")
+        for pause_s in _CONFLICT_PAUSES_S:
+            if self._put_entry(attempt.number, data):
+                break
+            winner = self._read_header(attempt.number)
+            if winner == header:  # the answer to an earlier request was lost
+                break
+            if winner is not None:
+                raise self._second_writer(attempt.number, winner.attempt)
+            time.sleep(pause_s)  # another request for this name is in progress
+        else:
+            raise ArchiveError(
+                f"{self.description}: entry {attempt.number} is neither there nor accepted; try again later."
+            )
+        failpoints.hit("archive.after-entry")
+        newest = self.list_numbers()[0]
+        if newest > attempt.number:
+            raise self._second_writer(newest, "")
+
+    def list_attempts(self) -> list[str]:
+        """Return the ids of all attempts of which there are parts, also unfinished ones."""
+        names = self._store.list(f"{self.run_id}/parts")
+        return [s.name for s in names if s.is_prefix and entries.parse_attempt_id(s.name) is not None]
+
+    def sweep(self, candidates: Iterable[str]) -> list[str]:
+        """Delete the attempts of ``candidates`` that no entry names; return their ids.
+
+        Call it after a commit only, with attempts that `list_attempts` returned before that commit.
+        """
+        headers = self._read_headers(self.list_numbers())
+        if None in headers.values():
+            return []  # an entry that cannot be read may name any of them
+        named = {header.attempt for header in headers.values() if header is not None}
+        removed = [attempt_id for attempt_id in candidates if attempt_id not in named]
+        for attempt_id in removed:
+            self._delete_attempt(attempt_id)
+        return removed
+
+    def prune(self, keep: int) -> list[int]:
+        """Delete checkpoints as `entries.choose_pruned` says; return the numbers of their entries.
+
+        Call it after a commit only.
+        """
+        headers = self._read_headers(self.list_numbers())
+        readable = [(number, header) for number, header in headers.items() if header is not None]
+        pruned = entries.choose_pruned(readable, keep)
+        for number in pruned:
+            self._store.delete(self._entry_name(number))
+            failpoints.hit("archive.entry-pruned")
+            header = headers[number]
+            if header is not None:
+                self._delete_attempt(header.attempt)
+        return pruned
+
+    def put_events(self, node: str, data: bytes) -> None:
+        """Store the newest events of a node, for ``report``."""
+        self._store.put(f"{self.run_id}/events/{node}.jsonl", data)
+
+    def read_events(self) -> dict[str, memoryview]:
+        """Return the newest events of each node, by its name; raise ArchiveError."""
+        names = [stored.name for stored in self._store.list(f"{self.run_id}/events")]
+        nodes = [name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")]
+        found = {
+            node: self._store.get_range(f"{self.run_id}/events/{node}.jsonl", 0, MAX_EVENTS_BYTES)
+            for node in nodes
+            if re.fullmatch(constants.SAFE_NAME_PATTERN, node)
+        }
+        return {node: data for node, data in found.items() if data is not None}
+
+    def _put_entry(self, number: int, data: bytes) -> bool:
+        name = self._entry_name(number)
+        try:
+            return self._store.put_if_absent(name, data)
+        except ArchiveError as error:
+            if error.kind != "unsupported":
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                _LOGGER.warning(
+                    "%s: this store cannot create an object only if it does not exist, so a second job of "
+                    "the same run id is not surely noticed; start one job at a time.",
+                    self.description,
+                )
+        if self._store.head(name) is not None:
+            return False
+        self._store.put(name, data)
+        return True
+
+    def _read_headers(self, numbers: Iterable[int]) -> dict[int, EntryHeader | None]:
+        """Return the first line of each entry that exists; None for one that cannot be read."""
+
+        def read(number: int) -> tuple[int, EntryHeader | None, bool]:
+            try:
+                header = self._read_header(number)
+            except CheckpointError:
+                return number, None, True
+            return number, header, header is not None
+
+        with ThreadPoolExecutor(_THREADS, "elastic-resume-archive") as threads:
+            return {number: header for number, header, exists in threads.map(read, numbers) if exists}
+
+    def _read_header(self, number: int) -> EntryHeader | None:
+        """Return the first line of an entry; None if it does not exist."""
+        if number not in self._headers:
+            data = self._store.get_range(self._entry_name(number), 0, entries.MAX_HEADER_BYTES)
+            if data is None:
+                return None
+            self._headers[number], _ = entries.parse_header(data)
+        return self._headers[number]
+
+    def _delete_attempt(self, attempt_id: str) -> None:
+        prefix = f"{self.run_id}/parts/{attempt_id}"
+        for stored in self._store.list(prefix):
+            self._store.delete(f"{prefix}/{stored.name}")
+
+    def _second_writer(self, number: int, attempt_id: str) -> SecondWriterError:
+        by = f" by the attempt {attempt_id}" if attempt_id else ""
+        return SecondWriterError(
+            f"{self.description}: entry {number} was written{by} while this job archived: another job uses "
+            "the same run id and archive. This job archives no more; give one of them another --run-id.",
+            number=number,
+            attempt=attempt_id,
+        )
+
+    # ---- names and errors ------------------------------------------------------------------------------
+
+    def _entry_name(self, number: int) -> str:
+        return f"{self.run_id}/log/{number:08d}"
+
+    def _part_name(self, attempt_id: str, index: int) -> str:
+        return f"{self.run_id}/parts/{attempt_id}/{index:05d}"
+
+    @contextlib.contextmanager
+    def _translate_errors(self, what: str) -> Iterator[None]:
+        """Prefix a CheckpointError with its place; turn an ArchiveError into an UnreadableError."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise type(error)(f"{self.description}: {what}: {error}") from error
+        except ArchiveError as error:
+            raise UnreadableError(str(error)) from error

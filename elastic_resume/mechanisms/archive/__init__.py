@@ -1,0 +1,45 @@
+"""Archive the job's checkpoints while it trains, in a store that outlives all nodes and disks.
+
+`judge` chooses a checkpoint and shares its parts over the nodes, and `uploader` puts them. The package
+`elastic_resume.archive` has the format and the commit protocol, and `restore.archive_source` the way back.
+The events are::
+
+    archived         step, checkpoint_generation, number (of the entry in the archive's log), bytes, seconds
+                     (since this node began), archive (its address)
+    archive-failed   error; this node tries again
+    archive-refused  error; another job archives under the same run id, so this one does not any more
+"""
+
+from __future__ import annotations
+
+from elastic_resume.mechanisms.archive import description
+from elastic_resume.mechanisms.archive.judge import UPLOADS
+from elastic_resume.mechanisms.mechanism import Mechanism, lazily
+from elastic_resume.option import Option
+
+ARCHIVE = Mechanism(
+    topic=UPLOADS,
+    make_agent_part=lazily("archive.uploader", "ArchiveUploader"),
+    alerts=description.ALERTS,
+    status=description.STATUS,
+    gauge=description.GAUGE,
+    options=(
+        Option(
+            "archive-every",
+            "N|TIME",
+            "interval between archived checkpoints: steps or time",
+            description.parse_every,
+            "30m",
+            has_flag=True,
+            details="the job's last checkpoint is archived too",
+        ),
+        Option(
+            "archive-keep",
+            "N|all",
+            "archived checkpoints kept beside the milestones",
+            description.parse_keep,
+            "all",
+            has_flag=True,
+        ),
+    ),
+)

@@ -1,0 +1,93 @@
+"""Parse the settings of uploads, and describe uploads in events, logs, reports, `status` and metrics."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_resume.errors import ConfigError
+from elastic_resume.events import Event, get_count, get_seconds
+from elastic_resume.mechanisms.mechanism import AlertKind, Gauge, StatusMember
+from elastic_resume.policy.checkpoint_interval import IntervalSetting
+from elastic_resume.units import format_bytes, parse_duration
+
+MIN_EVERY_S = 1.0
+
+
+def parse_every(setting: str, value: object) -> IntervalSetting:
+    """Parse the interval between two archived checkpoints: steps, or a time with its unit."""
+    text = str(value).strip()
+    if re.fullmatch(r"\d{1,12}", text) and int(text) > 0:
+        return IntervalSetting(steps=int(text))
+    if text[-1:].isalpha() and text != "auto":
+        return IntervalSetting(seconds=parse_duration(setting, text, min_s=MIN_EVERY_S))
+    raise ConfigError(f"{setting} is {text[:100]!r}: write a number of steps (1000) or a time (30m, 2h).")
+
+
+def parse_keep(setting: str, value: object) -> int | None:
+    """Parse the number of archived checkpoints to keep; None: all."""
+    text = str(value).strip()
+    if text == "all":
+        return None
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) < 1:
+        raise ConfigError(f"{setting} is {text[:100]!r}: write a whole number, 1 or more, or all.")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveStatus:
+    """What a node knows of the job's archive, and what it does there."""
+
+    archive: str
+    step: int | None = None
+    """Of the newest archived checkpoint of this start; None before the first."""
+    age_s: float = 0.0
+    """Seconds since that one was archived."""
+    uploading_step: int | None = None
+    put_parts: int = 0
+    parts: int = 0
+    problem: str = ""
+
+
+def describe_status(status: ArchiveStatus) -> str:
+    """Say what is archived, what is being uploaded, and what fails."""
+    if status.problem:
+        return f"archive: {status.problem}"
+    done = "nothing archived yet" if status.step is None else f"step {status.step} archived"
+    if status.uploading_step is not None:
+        done += (
+            f", step {status.uploading_step} is being uploaded ({status.put_parts} of {status.parts} parts)"
+        )
+    return f"archive {status.archive}: {done}"
+
+
+def _describe_archived(event: Event) -> str:
+    size, seconds = format_bytes(get_count(event, "bytes")), get_seconds(event, "seconds") or 0.0
+    return f"step {get_count(event, 'step')} was archived ({size} in {seconds:.1f} s)"
+
+
+def _describe_failure(event: Event) -> str:
+    return f"an upload to the archive failed: {event.get('error') or 'no reason recorded'}"
+
+
+def _describe_refusal(event: Event) -> str:
+    return f"this job archives no more: {event.get('error') or 'no reason recorded'}"
+
+
+def _sample(member: dict[str, Any]) -> tuple[str, float]:
+    return str(member["archive"]), float("nan") if member["step"] is None else member["age_s"]
+
+
+ALERTS = (
+    AlertKind("archived", _describe_archived),
+    AlertKind("archive-failed", _describe_failure, is_bad=True, ended_by="archived"),
+    AlertKind("archive-refused", _describe_refusal, is_bad=True),
+)
+STATUS = StatusMember("archive", ArchiveStatus, describe_status)
+GAUGE = Gauge(
+    "archive_age_seconds",
+    "Seconds since this job archived a checkpoint; NaN before its first one, no sample without --archive.",
+    "archive",
+    _sample,
+)

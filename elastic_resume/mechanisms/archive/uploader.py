@@ -1,0 +1,435 @@
+"""Upload this node's share of the checkpoint that the leader has chosen, in a thread of low priority.
+
+Commits and training never wait for it. An error of the archive is logged at once and then every minute, and
+the request is repeated with growing pauses; training goes on. At the end of the job one node uploads the last
+checkpoint alone (`judge.decide_last_upload`).
+
+At most one part is in memory. The bytes come from a committed checkpoint, and are verified first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+from elastic_resume import constants, failpoints
+from elastic_resume.archive.archive import Archive, open_archive
+from elastic_resume.archive.entries import Attempt
+from elastic_resume.background import BackgroundThread, lower_priority
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.console import ByteProgress
+from elastic_resume.errors import ArchiveError, CheckpointError, MachineError, SecondWriterError
+from elastic_resume.mechanisms.archive.description import ArchiveStatus
+from elastic_resume.mechanisms.archive.judge import (
+    UPLOADS,
+    ArchivedVersion,
+    ArchiveVerdict,
+    Begun,
+    EndFacts,
+    NodeReport,
+    Upload,
+    Version,
+    decide_last_upload,
+    is_outdated,
+    iter_parts,
+    to_ranges,
+)
+from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, decode_body, encode_body
+from elastic_resume.policy.checkpoint_interval import IntervalSetting
+from elastic_resume.policy.restart import JudgedFailure
+from elastic_resume.rendezvous.client import RendezvousClient
+from elastic_resume.rendezvous.core.interface import StartWorkers
+from elastic_resume.slots.progress_page import read_own_records
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+FIRST_PAUSE_S = 2.0
+MAX_PAUSE_S = 300.0
+LOG_REPEAT_S = 60.0
+MAX_KEPT = 2
+"""Checkpoints that stay open beside the one that is uploaded."""
+RATE_WINDOW_S = 20.0
+DEFAULT_GRACE_S = 5.0
+LAST_UPLOAD_LIMIT_S = 3600.0
+LAST_FAILURE_LIMIT_S = 120.0
+"""So long the last checkpoint is tried again while every request fails."""
+CLOSE_TIMEOUT_S = 1.0
+
+
+class ArchiveFailures:
+    """The failures of the archive in a row: when to try again, and when to log."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.text = ""
+        self.retry_at = self.began_at = self._logged_at = 0.0
+
+    def add(self, error: Exception) -> None:
+        """Note a failure, and log it unless a line about this series is recent."""
+        now, self.text = time.monotonic(), str(error)
+        if not self.count:
+            self.began_at = self._logged_at = now
+            logger.warning("%s Training continues, and this node tries again.", self.text)
+        elif now - self._logged_at >= LOG_REPEAT_S:
+            self._logged_at = now
+            logger.warning("uploads to the archive still fail: %s", self.text)
+        self.retry_at = now + min(FIRST_PAUSE_S * 2.0 ** min(self.count, 20), MAX_PAUSE_S)
+        self.count += 1
+
+    def clear(self) -> None:
+        """Note a success."""
+        if self.count:
+            logger.warning("uploads to the archive work again.")
+        self.count, self.text, self.retry_at = 0, "", 0.0
+
+
+class StepRate:
+    """The newest step of this node's workers, and the seconds between two of them."""
+
+    def __init__(self, node_dir: Path, local_world_size: int) -> None:
+        self._node_dir, self._local_world_size = node_dir, local_world_size
+        self._steps: deque[tuple[float, int]] = deque()
+        self.step, self.step_s = 0, 0.0
+
+    def update(self) -> None:
+        """Read the newest step; 0 while no worker runs."""
+        now, records = time.monotonic(), read_own_records(self._node_dir, self._local_world_size)
+        generation = max((record.generation for record in records), default=0)
+        steps = [record.step for record in records if record.generation == generation]
+        step = max(steps, default=0)
+        if step < self.step or not self.step:  # a generation begins, which takes longer than a step
+            self._steps.clear()
+        self.step = step
+        self._steps.append((now, step))
+        while len(self._steps) > 2 and self._steps[1][0] <= now - RATE_WINDOW_S:
+            self._steps.popleft()
+        began_at, began = self._steps[0]
+        if step > began > 0:
+            self.step_s = (now - began_at) / (step - began)
+
+
+class ArchiveUploader(AgentPart):
+    """Uploads of one agent, from `start` to `close`. Without an address it does nothing."""
+
+    def __init__(self, context: AgentContext) -> None:
+        """Raise ConfigError if a package that the address needs is missing."""
+        settings, self._node_dir = context.settings, context.node_dir
+        self._run_id, self._node = self._node_dir.parent.name, self._node_dir.name
+        address = settings.get("archive")
+        self._archive: Archive | None = open_archive(address, self._run_id) if address else None
+        self._every: IntervalSetting = settings["archive_every"] if address else IntervalSetting()
+        self._keep: int | None = settings.get("archive_keep")
+        self._committer, self._emit = context.committer, context.emit
+        self._rate = StepRate(self._node_dir, context.local_world_size)
+        self._thread = BackgroundThread("elastic-resume-archive", self._work, retry_s=LOG_REPEAT_S)
+        self._client: RendezvousClient | None = None
+        self._nonce = secrets.token_hex(8)
+        self._world: StartWorkers | None = None
+        self._stopping_at: float | None = None
+        self._wakeup = threading.Event()  # a signal to stop
+        self._committed: deque[Path] = deque(maxlen=MAX_KEPT)  # checkpoints that the thread opens
+        self._archived_at = 0.0  # of `_verdict.archived`, on this machine's clock
+        self._verdict, self._verdict_body = ArchiveVerdict(), ""
+        self._sent_body = ""
+        # Only the thread writes these, and opens and closes checkpoints.
+        self._held: dict[Version, PinnedCheckpoint] = {}
+        self._failures = ArchiveFailures()
+        self._begun: Begun | None = None
+        self._begun_at = 0.0
+        self._attempt, self._put = "", frozenset[int]()
+        self._archived: ArchivedVersion | None = None
+        self._outdated_turn = 0
+        self._refusal = ""
+        self._put_bytes, self._put_s = 0, 0.0
+
+    # ---- the agent's other threads --------------------------------------------------------------------
+
+    def start(self, client: RendezvousClient) -> None:
+        """Take offers of checkpoints, beginning with the newest on the disk."""
+        self._client = client
+        if self._archive is not None:
+            self._committed.extend(self._find_newest())
+            self._committer.checkpoint_readers.append(self._committed.append)
+            self._thread.start()
+
+    def begin_generation(self, world: StartWorkers) -> None:
+        """Keep the newest view: its first node archives the last checkpoint."""
+        self._world = world
+
+    def begin_stop(self) -> None:
+        """Note that this node has to end soon."""
+        if self._stopping_at is None:
+            self._stopping_at = time.monotonic()
+        self._wakeup.set()
+
+    def update(self, client: RendezvousClient) -> ArchiveStatus | None:
+        """Report the newest step, and return what is archived."""
+        del client
+        if self._archive is None:
+            return None
+        self._rate.update()
+        self._send_report()
+        upload, archived = self._verdict.upload, self._verdict.archived
+        return ArchiveStatus(
+            self._archive.description,
+            archived.step if archived else None,
+            round(time.monotonic() - self._archived_at, 3) if archived else 0.0,
+            upload.step if upload else None,
+            len(set(iter_parts(upload.put))) if upload else 0,
+            upload.parts if upload else 0,
+            (self._verdict.refusal or self._failures.text)[:500],
+        )
+
+    def close(self) -> None:
+        """Upload the job's last checkpoint if that is up to this node, and end the thread."""
+        if self._archive is None or self._client is None:
+            return
+        self._thread.request_close()
+        newest = self._find_newest()
+        with contextlib.suppress(CheckpointError):  # the committer has logged that nothing was saved
+            checkpoint = PinnedCheckpoint(newest[0], self._run_id) if newest else None
+            is_due, text = decide_last_upload(self._describe_end(checkpoint))
+            if text:
+                logger.warning("%s", text)
+            if is_due and checkpoint:
+                logger.info(
+                    "archiving step %d, the last one, before this node ends.", checkpoint.manifest.step
+                )
+                self._upload_last(checkpoint, self._archive)
+        self._thread.close(CLOSE_TIMEOUT_S)
+
+    def _find_newest(self) -> list[Path]:
+        with contextlib.suppress(MachineError):
+            return [entry.path for entry in Catalog(self._node_dir, self._run_id).list_valid()[:1]]
+        return []
+
+    def _read_verdict(self) -> ArchiveVerdict:
+        fact = self._client.verdicts.get(UPLOADS.name) if self._client else None
+        if fact is not None and fact.body != self._verdict_body:
+            self._verdict_body, before = fact.body, self._verdict.archived
+            self._verdict = verdict = decode_body(ArchiveVerdict, fact.body)
+            if verdict.archived != before:
+                self._archived_at = time.monotonic() - verdict.age_s
+        return self._verdict
+
+    def _send_report(self) -> None:
+        upload, held = self._verdict.upload, sorted(self._held.items(), reverse=True)
+        report = NodeReport(
+            nonce=self._nonce,
+            every_s=self._every.seconds or 0.0,
+            every_steps=self._every.steps or 0,
+            step=self._rate.step,
+            step_s=round(self._rate.step_s, 6),
+            commit_s=round(self._committer.last_commit_s, 3),
+            bytes_per_s=round(self._put_bytes / self._put_s) if self._put_s else 0.0,
+            held=tuple(checkpoint.held for _, checkpoint in held),
+            begun=self._begun,
+            attempt=self._attempt,
+            put=to_ranges(self._put),
+            archived=self._archived,
+            failures=self._failures.count if upload else 0,
+            outdated_turn=self._outdated_turn,
+            refusal=self._refusal,
+        )
+        body = encode_body(report)
+        if body != self._sent_body and self._client:
+            self._sent_body = body
+            self._client.send_fact(UPLOADS.name, 0, body)
+
+    # ---- the thread -----------------------------------------------------------------------------------
+
+    def _work(self) -> float:
+        """Hand the requested step to the workers, and do one thing for the upload under way.
+
+        Return the seconds until the next one.
+        """
+        lower_priority()
+        verdict = self._read_verdict()
+        self._committer.slot_pool.control_block.set("commit_step", verdict.request_step)
+        self._open_committed(verdict.upload)
+        checkpoint = self._held.get(verdict.upload.version) if verdict.upload else None
+        if not verdict.upload or not checkpoint or time.monotonic() < self._failures.retry_at:
+            self._send_report()
+            return POLL_S
+        if checkpoint.held.digest != verdict.upload.digest:
+            return POLL_S
+        has_acted = False
+        try:
+            has_acted = self._advance(verdict.upload, checkpoint)
+            if has_acted:
+                self._failures.clear()
+        except CheckpointError as error:
+            self._held.pop(verdict.upload.version).close()
+            logger.warning("this node uploads no part of step %d: %s", verdict.upload.step, error)
+        except SecondWriterError as error:
+            if self._is_outdated(verdict.upload.attempt, error):
+                self._outdated_turn = verdict.upload.turn
+            else:
+                self._refuse(error)
+        except ArchiveError as error:
+            self._note_failure(error)
+        self._send_report()
+        return 0.0 if has_acted else POLL_S
+
+    def _open_committed(self, upload: Upload | None) -> None:
+        """Open the checkpoints that were committed, and close those that are not needed any more."""
+        while self._committed:
+            path = self._committed.popleft()
+            with contextlib.suppress(CheckpointError):  # pruned meanwhile
+                opened = PinnedCheckpoint(path, self._run_id)
+                if replaced := self._held.pop(opened.held.version, None):
+                    replaced.close()
+                self._held[opened.held.version] = opened
+        kept = {*sorted(self._held)[-MAX_KEPT:], upload.version if upload else (0, 0)}
+        for version in self._held.keys() - kept:
+            self._held.pop(version).close()
+
+    def _advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
+        """Begin the upload, put the next part of this node's share, or put the entry; or nothing."""
+        archive, node = self._archive, self._node
+        is_archived = self._archived is not None and self._archived.version >= upload.version
+        if archive is None or is_archived or self._outdated_turn == upload.turn:
+            return False
+        if not upload.attempt:
+            if upload.owner != node or (self._begun and self._begun.turn == upload.turn):
+                return False
+            attempt = archive.begin(upload.version, self._make_nonce())
+            if attempt is None:
+                self._archived = ArchivedVersion(*upload.version)
+            else:
+                self._begun = Begun(upload.turn, attempt.number, attempt.id)
+            return True
+        if upload.attempt != self._attempt:
+            self._attempt, self._put, self._begun_at = upload.attempt, frozenset(), time.monotonic()
+        known = self._put.union(iter_parts(upload.put))
+        part = next((part for part in iter_parts(upload.share_of(node)) if part not in known), None)
+        if part is not None:
+            failpoints.hit("archive.put-part")
+            self._put_part(archive, upload.attempt, checkpoint, part)
+            self._put |= {part}
+            failpoints.hit("archive.part-put")
+            return True
+        if not upload.is_complete or upload.owner != node:
+            return False
+        self._commit(archive, Attempt(upload.number, upload.attempt, upload.version), checkpoint)
+        return True
+
+    def _put_part(self, archive: Archive, attempt: str, checkpoint: PinnedCheckpoint, part: int) -> None:
+        data = checkpoint.read_part(part)
+        began = time.monotonic()
+        archive.put_part(attempt, part, data)
+        self._put_bytes, self._put_s = self._put_bytes + len(data), self._put_s + time.monotonic() - began
+
+    def _commit(self, archive: Archive, attempt: Attempt, checkpoint: PinnedCheckpoint) -> None:
+        """Put the entry, and delete what is not needed any more; an error of that is logged only."""
+        candidates = archive.list_attempts()
+        archive.commit(attempt, checkpoint.manifest_bytes, checkpoint.part_bytes)
+        manifest = checkpoint.manifest
+        self._archived = ArchivedVersion(*attempt.version)
+        seconds = round(time.monotonic() - self._begun_at, 3)
+        self._emit(
+            "archived",
+            step=manifest.step,
+            checkpoint_generation=manifest.generation,
+            number=attempt.number,
+            bytes=manifest.file_bytes,
+            seconds=seconds,
+            archive=archive.description,
+        )
+        logger.info(
+            "step %d is archived in %s (entry %d).", manifest.step, archive.description, attempt.number
+        )
+        self._send_report()
+        try:
+            archive.sweep([candidate for candidate in candidates if candidate != attempt.id])
+            if self._keep is not None:
+                archive.prune(self._keep)
+        except (ArchiveError, CheckpointError) as error:
+            logger.warning("step %d is archived, but older data were not deleted: %s", manifest.step, error)
+
+    def _note_failure(self, error: ArchiveError) -> None:
+        if not self._failures.count:
+            self._emit("archive-failed", error=str(error)[:1000])
+        self._failures.add(error)
+
+    def _make_nonce(self) -> str:
+        return (self._verdict.writer or self._nonce) + secrets.token_hex(8)
+
+    def _is_outdated(self, attempt: str, error: SecondWriterError) -> bool:
+        """Return whether a next attempt may follow the one whose number is taken."""
+        winner = error.attempt
+        with contextlib.suppress(CheckpointError):
+            winner = winner or (self._archive.read_entry(error.number).attempt if self._archive else "")
+        return is_outdated(attempt, winner)
+
+    def _refuse(self, error: SecondWriterError) -> None:
+        self._refusal = str(error)[:500]
+        self._emit("archive-refused", error=self._refusal)
+        logger.error("%s", error)
+
+    # ---- the end of the job ---------------------------------------------------------------------------
+
+    def _describe_end(self, newest: PinnedCheckpoint | None) -> EndFacts:
+        verdict, world = self._read_verdict(), self._world
+        end = self._client.job_end if self._client else None
+        known = [each.version for each in (verdict.archived, self._archived) if each]
+        return EndFacts(
+            newest=newest.held.version if newest and not (self._refusal or verdict.refusal) else None,
+            archived=max(known, default=None),
+            is_rejected=end is not None and isinstance(end.reason, JudgedFailure),
+            rank=world.rank if world else 1,
+            left_s=self._find_left_s(),
+            file_bytes=newest.manifest.file_bytes if newest else 0,
+            bytes_per_s=self._put_bytes / self._put_s if self._put_s else verdict.bytes_per_s,
+        )
+
+    def _find_left_s(self) -> float | None:
+        """Return how long this node may take after a signal to stop; None without one."""
+        if self._stopping_at is None:
+            return None
+        try:
+            grace_s = float(os.environ.get(constants.ENV_GRACE, ""))
+        except ValueError:
+            grace_s = DEFAULT_GRACE_S
+        return self._stopping_at + grace_s - time.monotonic()
+
+    def _upload_last(self, checkpoint: PinnedCheckpoint, archive: Archive) -> None:
+        """Upload a checkpoint without the other nodes; give up when time is over, and log what is missing."""
+        began, done, failures = time.monotonic(), 0, ArchiveFailures()
+        self._begun_at = began
+        manifest, attempt, part = checkpoint.manifest, None, 0
+        what = f"archiving step {manifest.step}, the last one"
+        with ByteProgress(what, manifest.file_bytes, lambda: done):
+            while True:
+                try:
+                    attempt = attempt or archive.begin(manifest.version, self._make_nonce())
+                    while attempt and part < checkpoint.held.parts:
+                        self._put_part(archive, attempt.id, checkpoint, part)
+                        part, done = part + 1, done + checkpoint.part_bytes
+                    if attempt:
+                        self._commit(archive, attempt, checkpoint)
+                    return
+                except SecondWriterError as error:
+                    if not attempt or not self._is_outdated(attempt.id, error):
+                        self._refuse(error)
+                        return
+                    attempt, part, done = None, 0, 0
+                    continue
+                except (ArchiveError, CheckpointError) as error:
+                    failures.add(error)
+                    now, left_s = time.monotonic(), self._find_left_s()
+                    is_late = now - began > LAST_UPLOAD_LIMIT_S or (left_s is not None and left_s <= 0)
+                    if is_late or now - failures.began_at > LAST_FAILURE_LIMIT_S:
+                        text = "step %d is not archived, and is on this node's disk: %s"
+                        logger.warning(text, manifest.step, error)
+                        return
+                self._wakeup.clear()
+                self._wakeup.wait(max(0.0, failures.retry_at - time.monotonic()))

@@ -1,0 +1,70 @@
+"""Archive small checkpoints for tests."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+import xxhash
+
+from elastic_resume.archive.archive import Archive
+from elastic_resume.archive.entries import Attempt
+from elastic_resume.checkpoint.manifest import Manifest
+from tests.support.checkpoint_samples import SMALL_BLOCK, make_image, make_manifest
+
+PART_BYTES = 2 * SMALL_BLOCK
+
+
+def make_whole_manifest(image: memoryview, generation: int = 1, step: int = 1) -> Manifest:
+    """Return the manifest of an image, with the digests of its blocks."""
+    blocks = [
+        xxhash.xxh3_128_hexdigest(image[start : start + SMALL_BLOCK])
+        for start in range(0, len(image), SMALL_BLOCK)
+    ]
+    return replace(
+        make_manifest(generation, step),
+        file_bytes=len(image),
+        block_bytes=SMALL_BLOCK,
+        blocks=tuple(blocks),
+    )
+
+
+def put_parts(archive: Archive, attempt: Attempt, image: memoryview) -> None:
+    """Store all parts of an image."""
+    for index, start in enumerate(range(0, len(image), PART_BYTES)):
+        archive.put_part(attempt.id, index, image[start : start + PART_BYTES])
+
+
+def begin(archive: Archive, step: int = 1, generation: int = 1) -> Attempt:
+    """Begin an attempt to archive a step."""
+    attempt = archive.begin((generation, step), secrets.token_hex(8))
+    assert attempt is not None
+    return attempt
+
+
+def commit(
+    archive: Archive,
+    attempt: Attempt,
+    image: memoryview | None = None,
+    milestone: str | None = None,
+    metric: float | None = None,
+) -> None:
+    """Commit an attempt whose parts are stored."""
+    image = make_image(attempt.version[1]) if image is None else image
+    manifest = make_whole_manifest(image, *attempt.version)
+    archive.commit(attempt, manifest.to_bytes(), PART_BYTES, milestone, metric)
+
+
+def archive_step(
+    archive: Archive,
+    step: int,
+    generation: int = 1,
+    milestone: str | None = None,
+    metric: float | None = None,
+) -> memoryview:
+    """Archive a step whose bytes follow from its number; return its image."""
+    image = make_image(step)
+    attempt = begin(archive, step, generation)
+    put_parts(archive, attempt, image)
+    commit(archive, attempt, image, milestone, metric)
+    return image

@@ -1,0 +1,334 @@
+"""The commit protocol, sweep and prune of `archive.archive`, in a directory, with all their interleavings."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.archive.archive import Archive, open_archive
+from elastic_resume.archive.directory_store import DirectoryStore
+from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
+from elastic_resume.errors import (
+    ArchiveError,
+    ConfigError,
+    CorruptError,
+    ForeignError,
+    NewerFormatError,
+    SecondWriterError,
+    TornError,
+)
+from tests.support.archives import PART_BYTES, archive_step, begin, commit, put_parts
+from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, make_image
+
+NEWER_ENTRY = b'{"kind":"elastic_resume archived checkpoint","format":9}\n'
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    """An empty archive."""
+    return open_archive(str(tmp_path), RUN)
+
+
+def steps(archive: Archive) -> list[int]:
+    """Return the steps that a reader sees, newest first, each of them read whole."""
+    found = archive.list_checkpoints(64)
+    assert all(isinstance(entry, ArchivedCheckpoint) for entry in found), found
+    entries = [entry for entry in found if isinstance(entry, ArchivedCheckpoint)]
+    assert all(archive.read_image(entry) == make_image(entry.version[1]) for entry in entries)
+    return [entry.version[1] for entry in entries]
+
+
+def test_archived_bytes_are_read_back(archive: Archive) -> None:
+    """All three ways to read return or verify the same bytes, and count them."""
+    image = archive_step(archive, 5, milestone="best", metric=0.5)
+    (entry,) = archive.list_checkpoints(64)
+    assert isinstance(entry, ArchivedCheckpoint)
+    assert (entry.milestone, entry.metric, entry.version) == ("best", 0.5, (1, 5))
+    counts: list[int] = []
+    assert archive.read_image(entry, on_verified=counts.append) == image
+    assert counts == [
+        min(end, len(image)) for end in range(SMALL_BLOCK, len(image) + SMALL_BLOCK, SMALL_BLOCK)
+    ]
+    done: list[int] = []
+    archive.verify_image(entry, done.append)
+    assert done[-1] == len(image)
+    into = memoryview(bytearray(len(image) - SMALL_BLOCK))
+    archive.read_blocks(entry, 1, len(counts) - 1, into)
+    assert into == image[SMALL_BLOCK:]
+
+
+def test_step_is_archived_once(archive: Archive) -> None:
+    """An attempt of a step that is there begins only if its entry is gone."""
+    archive_step(archive, 5)
+    archive_step(archive, 6)
+    assert archive.begin((1, 5), "0" * 16) is None
+    assert begin(archive, 7).number == 3
+    assert begin(archive, 5, generation=2).number == 3
+
+
+def test_unfinished_attempt_is_invisible_and_does_not_block(archive: Archive) -> None:
+    """The job died between parts and entry."""
+    archive_step(archive, 5)
+    put_parts(archive, begin(archive, 6), make_image(6))
+    assert steps(archive) == [5]
+    archive_step(archive, 6)
+    assert steps(archive) == [6, 5]
+
+
+def test_commit_again_is_success(archive: Archive) -> None:
+    """The answer to the first one was lost."""
+    attempt = begin(archive, 5)
+    put_parts(archive, attempt, make_image(5))
+    commit(archive, attempt)
+    commit(archive, attempt)
+    assert steps(archive) == [5]
+
+
+def test_second_writer_is_refused(archive: Archive, tmp_path: Path) -> None:
+    """The first one's checkpoint stays, and the error names the entry."""
+    ours, theirs = begin(archive, 5), begin(open_archive(str(tmp_path), RUN), 5)
+    for attempt in (ours, theirs):
+        put_parts(archive, attempt, make_image(5))
+    commit(archive, theirs)
+    with pytest.raises(SecondWriterError, match="This job archives no more") as caught:
+        commit(archive, ours)
+    assert (caught.value.number, caught.value.attempt) == (1, theirs.id)
+    assert steps(archive) == [5]
+
+
+def test_second_writer_is_refused_in_gap_that_pruning_left(archive: Archive, tmp_path: Path) -> None:
+    """Its number is free again, but not the newest. It would sweep parts of a live attempt."""
+    archive_step(archive, 1)
+    late = open_archive(str(tmp_path), RUN)
+    stale = begin(late, 2)
+    put_parts(late, stale, make_image(2))
+    for step in (3, 4, 5):
+        archive_step(archive, step)
+    archive.prune(1)
+    assert archive.list_numbers() == [4]
+    with pytest.raises(SecondWriterError):
+        commit(late, stale)
+
+
+def test_conflict_is_tried_again(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 409 says that another request for the name is in progress; it may fail."""
+    answers = iter([False, False])
+    real = DirectoryStore.put_if_absent
+
+    def put(store: DirectoryStore, name: str, data: bytes) -> bool:
+        return next(answers, True) and real(store, name, data)
+
+    monkeypatch.setattr(DirectoryStore, "put_if_absent", put)
+    archive_step(archive, 5)
+    assert steps(archive) == [5]
+    monkeypatch.setattr(DirectoryStore, "put_if_absent", lambda *_: False)
+    monkeypatch.setattr("elastic_resume.archive.archive._CONFLICT_PAUSES_S", (0.0, 0.0))
+    with pytest.raises(ArchiveError, match="neither there nor accepted"):
+        archive_step(archive, 6)
+
+
+def test_store_without_create_only_warns_once(
+    archive: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second writer that wrote before is still noticed."""
+
+    def refuse(*_: object) -> bool:
+        raise ArchiveError("no", kind="unsupported")
+
+    monkeypatch.setattr(DirectoryStore, "put_if_absent", refuse)
+    with caplog.at_level(logging.WARNING):
+        archive_step(archive, 5)
+        ours = begin(archive, 6)
+        archive_step(open_archive(str(tmp_path), RUN), 7)
+        archive_step(archive, 8)
+        with pytest.raises(SecondWriterError):
+            commit(archive, ours)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert sum("not surely noticed" in warning for warning in warnings) == 2  # of two jobs
+    assert steps(archive) == [8, 7, 5]
+
+
+# ---- sweep and prune -----------------------------------------------------------------------------------
+
+
+def test_sweep_deletes_dead_attempts_only(archive: Archive, tmp_path: Path) -> None:
+    """Neither those with an entry, nor those that began after the candidates were listed."""
+    archive_step(archive, 1)
+    dead = begin(archive, 2)
+    put_parts(archive, dead, make_image(2))
+    (tmp_path / RUN / "parts" / dead.id / ".tmp-00000-1-abc").write_bytes(b"left by a crash")
+    ours = begin(archive, 3)
+    put_parts(archive, ours, make_image(3))
+    candidates = archive.list_attempts()
+    assert dead.id in candidates
+    commit(archive, ours)
+    later = begin(archive, 4)
+    put_parts(archive, later, make_image(4))
+    assert archive.sweep(candidates) == [dead.id]
+    assert not (tmp_path / RUN / "parts" / dead.id).exists()
+    commit(archive, later)
+    assert steps(archive) == [4, 3, 1]
+
+
+def test_attempt_that_is_swept_can_never_commit(archive: Archive, tmp_path: Path) -> None:
+    """It began before the commit, so its number is taken. This is why the number is fixed at its start."""
+    late = open_archive(str(tmp_path), RUN)
+    stale = begin(late, 2)
+    put_parts(late, stale, make_image(2))
+    ours = begin(archive, 3)
+    put_parts(archive, ours, make_image(3))
+    candidates = archive.list_attempts()
+    commit(archive, ours)
+    assert archive.sweep(candidates) == [stale.id]
+    with pytest.raises(SecondWriterError):
+        commit(late, stale)
+    assert steps(archive) == [3]
+
+
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations("AAABBB"))))
+def test_two_writers_interleaved_lose_nothing(
+    archive: Archive, tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    """Each begins, commits, and sweeps and prunes, in every order: a success is never undone."""
+    jobs = {name: open_archive(str(tmp_path), RUN) for name in "AB"}
+    committed = []
+
+    def run(job: Archive, step: int) -> list[Callable[[], object]]:
+        state: dict[str, object] = {}
+
+        def start() -> None:
+            state["attempt"] = begin(job, step)
+            put_parts(job, state["attempt"], make_image(step))  # type: ignore[arg-type]
+
+        def finish() -> None:
+            state["candidates"] = job.list_attempts()
+            try:
+                commit(job, state["attempt"])  # type: ignore[arg-type]
+            except SecondWriterError:
+                state["refused"] = True
+            else:
+                committed.append(step)
+
+        def clean() -> None:
+            if "refused" not in state:
+                job.sweep(state["candidates"])  # type: ignore[arg-type]
+                job.prune(2)
+
+        return [start, finish, clean]
+
+    archive_step(archive, 1)
+    moves = {"A": iter(run(jobs["A"], 2)), "B": iter(run(jobs["B"], 3))}
+    for name in order:
+        next(moves[name])()
+    assert committed
+    assert steps(archive) == sorted([*committed, 1], key=[1, *committed].index, reverse=True)[:2]
+
+
+def test_unreadable_entry_stops_the_sweep(archive: Archive, tmp_path: Path) -> None:
+    """It may name any of the attempts. Pruning never deletes it either."""
+    archive_step(archive, 1)
+    put_parts(archive, begin(archive, 2), make_image(2))
+    candidates = archive.list_attempts()
+    archive_step(archive, 3)
+    (tmp_path / RUN / "log" / "00000001").write_bytes(NEWER_ENTRY)
+    again = open_archive(str(tmp_path), RUN)
+    assert again.sweep(candidates) == []
+    assert again.prune(1) == []
+    assert len(again.list_attempts()) == 3
+
+
+def test_prune_deletes_entry_before_its_parts(archive: Archive, tmp_path: Path) -> None:
+    """A crash in between leaves parts that the next sweep takes."""
+    for step in (1, 2, 3):
+        archive_step(archive, step)
+    assert archive.prune(2) == [1]
+    assert steps(archive) == [3, 2]
+    assert len(archive.list_attempts()) == 2
+    assert sorted(path.name for path in (tmp_path / RUN / "log").iterdir()) == ["00000002", "00000003"]
+
+
+def test_reader_passes_over_what_is_pruned_meanwhile(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no bad entry."""
+    for step in (1, 2, 3):
+        archive_step(archive, step)
+    listed = archive.list_numbers()
+    archive.prune(2)
+    answers = iter([listed])
+    real = Archive.list_numbers
+    monkeypatch.setattr(Archive, "list_numbers", lambda self: next(answers, None) or real(self))
+    assert steps(archive) == [3, 2]
+
+
+# ---- damage --------------------------------------------------------------------------------------------
+
+
+def only_entry(archive: Archive) -> ArchivedCheckpoint:
+    """Return the only archived checkpoint."""
+    (entry,) = archive.list_checkpoints(64)
+    assert isinstance(entry, ArchivedCheckpoint)
+    return entry
+
+
+@pytest.mark.parametrize("read", ["read", "verify", "blocks"])
+def test_damage_names_part_and_bytes(archive: Archive, tmp_path: Path, read: str) -> None:
+    """No byte of a part with another digest is returned."""
+    image = archive_step(archive, 5)
+    entry = only_entry(archive)
+    part = tmp_path / RUN / "parts" / entry.attempt / "00001"
+
+    def read_all() -> None:
+        if read == "read":
+            archive.read_image(entry)
+        elif read == "verify":
+            archive.verify_image(entry)
+        else:
+            archive.read_blocks(
+                entry, 2, 2, memoryview(bytearray(len(image) - PART_BYTES))[: 2 * SMALL_BLOCK]
+            )
+
+    flip_bits(part, SMALL_BLOCK + 7)
+    with pytest.raises(CorruptError, match=f"part 1 of {entry.attempt}: bytes 2048 to .* do not match"):
+        read_all()
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(TornError, match=r"part 1 of .*: ends at byte 100"):
+        read_all()
+    part.unlink()
+    with pytest.raises(TornError, match=r"part 1 of .*: is missing"):
+        read_all()
+
+
+def test_bad_entry_is_listed_with_its_reason(archive: Archive, tmp_path: Path) -> None:
+    """The others are read."""
+    for step in (1, 2, 3, 4):
+        archive_step(archive, step)
+    log = tmp_path / RUN / "log"
+    flip_bits(log / "00000001", -20)
+    (log / "00000002").write_bytes((log / "00000002").read_bytes()[:-10])
+    (log / "00000003").write_bytes(NEWER_ENTRY)
+    (log / "00000005").write_bytes(b"{}\n")
+    (log / "notes.txt").write_bytes(b"not ours")
+    (log / ".tmp-00000006-1-abc").write_bytes(b"left by a crash")
+    found = archive.list_checkpoints(64)
+    errors = {entry.number: type(entry.error) for entry in found if isinstance(entry, BadEntry)}
+    assert errors == {1: CorruptError, 2: TornError, 3: NewerFormatError, 5: ForeignError}
+    assert begin(archive, 9).number == 6
+
+
+@pytest.mark.parametrize("run_id", ["", "../other", "a/b", ".hidden", "a" * 200])
+def test_run_id_must_be_a_name(tmp_path: Path, run_id: str) -> None:
+    """It becomes part of the objects' names."""
+    with pytest.raises(ConfigError, match="cannot be a name"):
+        open_archive(str(tmp_path), run_id)
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it."""
+    monkeypatch.setitem(__import__("sys").modules, "elastic_resume.archive.obstore_store", None)
+    with pytest.raises(ConfigError, match=r"pip install 'elastic-resume\[remote\]'"):
+        open_archive("s3://bucket", RUN)

@@ -1,0 +1,162 @@
+"""`archive.entries`: what an entry is, and which checkpoints are pruned."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_resume.archive import entries
+from elastic_resume.archive.entries import Attempt, EntryHeader
+from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
+from tests.support.archives import PART_BYTES, make_whole_manifest
+from tests.support.checkpoint_samples import RUN, make_image
+
+ATTEMPT = entries.make_attempt_id((1, 5), "0123456789abcdef")
+HEADER = EntryHeader(ATTEMPT, PART_BYTES, "best", -0.25)
+MANIFEST = make_whole_manifest(make_image(), 1, 5)
+ENTRY = entries.encode_header(HEADER) + MANIFEST.to_bytes()
+
+
+def test_entry_is_read_as_it_was_written() -> None:
+    """The manifest stays byte for byte."""
+    archived = entries.parse_entry(7, memoryview(ENTRY), RUN)
+    assert (archived.number, archived.attempt, archived.part_bytes) == (7, ATTEMPT, PART_BYTES)
+    assert (archived.milestone, archived.metric, archived.version) == ("best", -0.25, (1, 5))
+    assert archived.manifest == MANIFEST
+    assert ENTRY.endswith(MANIFEST.to_bytes())
+
+
+@given(st.integers(0, len(ENTRY) - 1))
+def test_cut_entry_is_refused(length: int) -> None:
+    """Not one prefix is taken for an entry."""
+    with pytest.raises(CheckpointError):
+        entries.parse_entry(7, memoryview(ENTRY[:length]), RUN)
+
+
+@given(st.integers(0, len(ENTRY) - 1), st.integers(0, 7))
+def test_flipped_bit_never_changes_what_is_read(offset: int, bit: int) -> None:
+    """The first line has no digest: a changed metric at most; what places the bytes is checked by theirs."""
+    data = bytearray(ENTRY)
+    data[offset] ^= 1 << bit
+    try:
+        archived = entries.parse_entry(7, memoryview(data), RUN)
+    except CheckpointError:
+        return
+    assert offset < len(entries.encode_header(HEADER))
+    assert archived.manifest == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"kind": "other"}, ForeignError),
+        ({"format": 2}, NewerFormatError),
+        ({"format": 2, "attempt": None, "unknown": 1}, NewerFormatError),
+        ({"format": 0}, CorruptError),
+        ({"format": True}, CorruptError),
+        ({"attempt": "../../other"}, CorruptError),
+        ({"attempt": entries.make_attempt_id((1, 6), "0" * 8)}, CorruptError),
+        ({"part_bytes": 0}, CorruptError),
+        ({"part_bytes": PART_BYTES + 1}, CorruptError),
+        ({"part_bytes": True}, CorruptError),
+        ({"milestone": "a/b"}, CorruptError),
+        ({"milestone": "a" * 65}, CorruptError),
+        ({"metric": "1"}, CorruptError),
+        ({"unknown": 1}, CorruptError),
+    ],
+)
+def test_wrong_member_is_refused(change: dict[str, object], error: type[CheckpointError]) -> None:
+    """Each with the class that says what to do."""
+    line, _, rest = ENTRY.partition(b"\n")
+    changed = json.dumps({**json.loads(line), **change}).encode() + b"\n" + rest
+    with pytest.raises(error):
+        entries.parse_entry(7, memoryview(changed), RUN)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"", TornError),
+        (b"{" * 5000, TornError),
+        (b"[" * 4000 + b"\n", CorruptError),
+        (b"[]\n", ForeignError),
+        (b'{"kind": NaN}\n', CorruptError),
+        (b"\xff\n", CorruptError),
+    ],
+)
+def test_other_object_is_refused(data: bytes, error: type[CheckpointError]) -> None:
+    """Somebody may put anything into a bucket."""
+    with pytest.raises(error):
+        entries.parse_header(data)
+
+
+def test_entry_of_another_run_is_refused() -> None:
+    """It was copied by hand."""
+    with pytest.raises(ForeignError, match="belongs to the run"):
+        entries.parse_entry(7, memoryview(ENTRY), "other")
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.text("0123456789abcdef", min_size=8, max_size=32))
+def test_attempt_survives_json(generation: int, step: int, nonce: str) -> None:
+    """A leader hands it to the nodes."""
+    version = generation, step
+    attempt = Attempt(3, entries.make_attempt_id(version, nonce), version)
+    assert Attempt.from_json(json.loads(json.dumps(attempt.to_json()))) == attempt
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        {},
+        {"number": 0, "id": ATTEMPT, "version": [1, 5]},
+        {"number": True, "id": ATTEMPT, "version": [1, 5]},
+        {"number": 1, "id": "../x", "version": [1, 5]},
+        {"number": 1, "id": ATTEMPT, "version": [1, 6]},
+        {"number": 1, "id": ATTEMPT, "version": 5},
+        {"number": 1, "id": ATTEMPT, "version": [1, 5], "x": 1},
+    ],
+)
+def test_other_record_is_no_attempt(record: object) -> None:
+    """It comes from another node."""
+    with pytest.raises(ValueError, match="not an attempt"):
+        Attempt.from_json(record)
+
+
+@given(st.integers(0, 1 << 53), st.sampled_from([1, 3, 2048, 16 << 20, 100 << 20]))
+def test_parts_are_whole_blocks_within_limits(file_bytes: int, block_bytes: int) -> None:
+    """The puts of a state of terabytes are as large as a store takes, and never more than that."""
+    part_bytes = entries.choose_part_bytes(file_bytes, block_bytes)
+    assert part_bytes % block_bytes == 0
+    assert part_bytes <= entries.MAX_PART_BYTES
+    assert part_bytes >= min(entries.MIN_PART_BYTES, entries.MAX_PART_BYTES)
+    if file_bytes <= entries.MAX_PARTS * (entries.MAX_PART_BYTES - block_bytes):
+        assert -(-file_bytes // part_bytes) <= entries.MAX_PARTS
+
+
+@pytest.mark.parametrize(
+    ("log", "keep", "pruned"),
+    [
+        ([], 1, []),
+        ([(1, None, None), (2, None, None), (3, None, None)], 2, [1]),
+        ([(1, None, None), (2, None, None), (3, None, None)], 1, [1, 2]),
+        # Milestones stay, and do not count.
+        ([(1, "a", None), (2, "a", None), (3, None, None), (4, None, None), (5, None, None)], 2, [3]),
+        # The best of a name stays; the others are like any.
+        ([(1, "best", 0.1), (2, "best", 0.9), (3, "best", 0.5), (4, None, None)], 1, [1, 3]),
+        ([(1, "best", 0.5), (2, "best", 0.5), (3, None, None)], 1, [1]),
+        ([(1, "a", -2.0), (2, "b", -3.0), (3, None, None), (4, None, None)], 1, [3]),
+        # The greatest number stays in any case: the next one follows from it.
+        ([(8, "best", 0.9), (9, "best", 0.1)], 1, []),
+        ([(8, None, None), (9, "best", 0.9), (10, "best", 0.1)], 1, [8]),
+    ],
+)
+def test_prune_keeps_newest_and_milestones(
+    log: list[tuple[int, str | None, float | None]], keep: int, pruned: list[int]
+) -> None:
+    """One case a line: number, milestone, metric."""
+    headers = [(number, EntryHeader(ATTEMPT, 1, name, metric)) for number, name, metric in reversed(log)]
+    assert entries.choose_pruned(headers, keep) == pruned

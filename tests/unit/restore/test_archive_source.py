@@ -1,0 +1,153 @@
+"""Test what a start lists in the archive, and what follows from entries that cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.archive.archive import Archive, open_archive
+from elastic_resume.config import Settings
+from elastic_resume.errors import CorruptError, NoValidCheckpointError, UnreadableError
+from elastic_resume.events import EventLog
+from elastic_resume.policy import resume_plan
+from elastic_resume.policy.resume_plan import ARCHIVE, DISK, ResumePlan
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.restore.sources import ArchiveSource, list_sources, take_inventory
+from elastic_resume.slots.progress_page import ProgressPage
+from tests.support.archives import archive_step
+from tests.support.checkpoint_samples import RUN, save_checkpoint
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    """An archive with the steps 1 and 2 of generation 3."""
+    archive = open_archive(str(tmp_path / "store"), RUN)
+    archive_step(archive, 1, generation=3)
+    archive_step(archive, 2, generation=3)
+    return archive
+
+
+def make_context(tmp_path: Path, mode: str = "auto") -> RankContext:
+    """Return the context of rank 0 of a world of one, on an empty node."""
+    settings = Settings.for_worker(
+        {"ELASTIC_RESUME_ARCHIVE": str(tmp_path / "store")},
+        "train.py",
+        ckpt_dir=tmp_path,
+        run_id=RUN,
+        node_name="x",
+        resume=mode,
+    )
+    (tmp_path / RUN / "x").mkdir(parents=True, exist_ok=True)
+    events = EventLog(tmp_path / RUN / "x" / constants.EVENTS_FILE, node="x")
+    return RankContext(Collectives(0, 1, None), settings, events)
+
+
+def plan_resume(tmp_path: Path, mode: str = "auto") -> ResumePlan:
+    """Return the plan of that node."""
+    context = make_context(tmp_path, mode)
+    page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+    inventory = take_inventory(context, list_sources(context, None), page, 0)
+    return resume_plan.choose_resume_plan([inventory], mode)
+
+
+def find_entry(tmp_path: Path, number: int) -> Path:
+    """Return the file of an entry."""
+    return tmp_path / "store" / RUN / "log" / f"{number:08d}"
+
+
+def test_empty_node_resumes_newest_archived_checkpoint(tmp_path: Path, archive: Archive) -> None:
+    """Its bytes are those that were archived."""
+    plan = plan_resume(tmp_path)
+    assert (plan.version, plan.source_tier, plan.generation) == ((3, 2), ARCHIVE, 4)
+    state = plan.saved_state_for("x")
+    assert state
+    opened = ArchiveSource(make_context(tmp_path), None).open(state)
+    assert [task.join() for task in opened.tasks] == [None]
+    assert bytes(opened.buffer.memory) == bytes(archive.read_image(archive.read_entry(2)))
+
+
+def test_resume_never_counts_archived_generations_only(tmp_path: Path, archive: Archive) -> None:
+    """The new run is newer than what is archived, and must not be mistaken for it."""
+    del archive
+    plan = plan_resume(tmp_path, "never")
+    assert (plan.kind, plan.generation) == ("cold", 4)
+
+
+@pytest.mark.parametrize(("step", "tier"), [(1, ARCHIVE), (2, DISK), (3, DISK)])
+def test_nodes_state_is_preferred_unless_archived_one_is_newer(
+    tmp_path: Path, archive: Archive, step: int, tier: str
+) -> None:
+    """The bucket is not read for what a node holds."""
+    del archive
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    save_checkpoint(tmp_path / RUN / "x", 3, step)
+    plan = plan_resume(tmp_path)
+    assert (plan.step, plan.source_tier) == (max(step, 2), tier)
+
+
+def test_archive_that_cannot_be_read_never_starts_job_over(tmp_path: Path) -> None:
+    """A job with a state goes on; one without ends, and is worth another start."""
+    (tmp_path / "store" / RUN).mkdir(parents=True)
+    (tmp_path / "store" / RUN / "log").symlink_to("log")  # a loop
+    with pytest.raises(NoValidCheckpointError, match="none can be loaded") as caught:
+        plan_resume(tmp_path)
+    assert not caught.value.is_deterministic
+    save_checkpoint(tmp_path / RUN / "x", 3, 1)
+    assert plan_resume(tmp_path).version == (3, 1)
+
+
+def _tear(content: bytes) -> bytes:
+    return content[:-40]
+
+
+def _make_newer(content: bytes) -> bytes:
+    return content.replace(b'"format":1', b'"format":9', 1)
+
+
+def _make_unknown(content: bytes) -> bytes:
+    return _make_newer(content).replace(b'"attempt"', b'"attempts"', 1)
+
+
+def test_torn_entry_leads_to_older_step_with_message(tmp_path: Path, archive: Archive) -> None:
+    """It stays where it is."""
+    del archive
+    entry = find_entry(tmp_path, 2)
+    entry.write_bytes(_tear(entry.read_bytes()))
+    plan = plan_resume(tmp_path)
+    assert plan.version == (3, 1)
+    assert [(each.name, each.version) for each in plan.rejected] == [("entry 2 of the archive", (3, 2))]
+    assert entry.exists()
+
+
+@pytest.mark.parametrize("change", [_make_newer, _make_unknown])
+def test_entry_of_newer_format_never_leads_to_older_step(
+    tmp_path: Path, archive: Archive, change: Callable[[bytes], bytes]
+) -> None:
+    """An upgrade can read it."""
+    del archive
+    entry = find_entry(tmp_path, 2)
+    entry.write_bytes(change(entry.read_bytes()))
+    with pytest.raises(NoValidCheckpointError, match="Upgrade elastic_resume"):
+        plan_resume(tmp_path)
+
+
+def test_damaged_and_deleted_checkpoints_fail_to_open(tmp_path: Path, archive: Archive) -> None:
+    """The restore then tries the next older one."""
+    state = plan_resume(tmp_path).saved_state_for("x")
+    assert state
+    source = ArchiveSource(make_context(tmp_path), None)
+    part = next((tmp_path / "store" / RUN / "parts").glob("g000003-s0000000002-*/00000"))
+    content = bytearray(part.read_bytes())
+    content[100] ^= 1
+    part.write_bytes(content)
+    assert isinstance(source.open(state).tasks[-1].join(), CorruptError)
+    source.give_up(state, "damaged")
+    assert part.exists()
+    with pytest.raises(UnreadableError, match="is not there any more"):
+        source.open(replace(state, step=9))
+    del archive
