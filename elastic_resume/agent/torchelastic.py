@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from elastic_resume import config, constants
+from elastic_resume import config, constants, setting_values
 from elastic_resume.agent import options, run_help
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status_reporter import StatusReporter
@@ -432,7 +432,7 @@ def build_parser() -> run_help.RunParser:
     if shutdown_timeout is not None and ENV_SHUTDOWN_TIMEOUT in os.environ:
         # torchelastic reads it later, and for itself only: workers would not get this time.
         given = os.environ[ENV_SHUTDOWN_TIMEOUT]
-        given_s = config.parse_count(ENV_SHUTDOWN_TIMEOUT, given, minimum=0)
+        given_s = setting_values.parse_count(ENV_SHUTDOWN_TIMEOUT, given, minimum=0)
         shutdown_timeout.default = shutdown_timeout.default or given_s
     parser = run_help.RunParser(
         prog=run_help.PROG,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_resume import config
+from elastic_resume import setting_values
 from elastic_resume.errors import ConfigError
 
 WORKER, NODE, NODES = "worker", "node", "nodes"
@@ -137,7 +137,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.what not in KINDS:
-            near = config.suggest_similar(str(self.what), KINDS)
+            near = setting_values.suggest_similar(str(self.what), KINDS)
             raise ConfigError(f"there is no fault {self.what!r}.{near} There are: {', '.join(KINDS)}.")
         for name in SETTING_NAMES:
             given = getattr(self, name)

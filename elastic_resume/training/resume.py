@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
 from elastic_resume import console, constants
-from elastic_resume.config import Settings, forget_agent_around_torchrun, suggest_similar
+from elastic_resume.config import Settings, forget_agent_around_torchrun
 from elastic_resume.data import batch_size, elastic_sampler, rng
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ConfigError, ElasticResumeError, UsageError
 from elastic_resume.restore import coordinator, warm_memory
 from elastic_resume.restore.warm_memory import TensorPool
+from elastic_resume.setting_values import suggest_similar
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import read_start_ticks
 from elastic_resume.state import state_dict

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic_resume import config, config_file
+from elastic_resume import config, config_file, setting_values
 from elastic_resume.agent import torchelastic
 from elastic_resume.option import Option
 from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
@@ -98,14 +98,18 @@ def _forms_of_option(option: Option) -> list[dict[str, Any]]:
     if option.metavar.endswith(",..."):
         return [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]
     words = option.metavar.split("|")
-    if getattr(option.parse, "func", option.parse) is config.parse_interval:
+    if getattr(option.parse, "func", option.parse) is setting_values.parse_interval:
         words += ["auto", *(["off"] if keywords.get("allow_off") else [])]
     return [form for word in dict.fromkeys(words) for form in _forms_of_word(word, option, keywords)]
 
 
 def _forms_of_word(word: str, option: Option, keywords: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if word == "N":
-        minimum = config.MIN_KEEP if option.parse is config.parse_keep else keywords.get("minimum", 1)
+        minimum = (
+            setting_values.MIN_KEEP
+            if option.parse is setting_values.parse_keep
+            else keywords.get("minimum", 1)
+        )
         yield {"type": "integer", "minimum": minimum}
     elif word.islower():
         yield {"const": word}

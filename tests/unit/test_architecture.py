@@ -27,7 +27,7 @@ LAYERS = """
     slots archive
     rendezvous
     state data
-    mechanisms config_file
+    mechanisms config_file setting_values
     config
     ranks
     proof

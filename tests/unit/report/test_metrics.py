@@ -14,7 +14,7 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_resume import config
+from elastic_resume import setting_values
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISMS
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
@@ -134,12 +134,12 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The address is loopback unless one is given."""
-    assert config.parse_listen_address("--metrics", "9400") == ("127.0.0.1", 9400)
-    assert config.parse_listen_address("--metrics", "[::1]:0") == ("::1", 0)
-    assert config.parse_listen_address("--metrics", "0.0.0.0:80") == ("0.0.0.0", 80)  # noqa: S104
+    assert setting_values.parse_listen_address("--metrics", "9400") == ("127.0.0.1", 9400)
+    assert setting_values.parse_listen_address("--metrics", "[::1]:0") == ("::1", 0)
+    assert setting_values.parse_listen_address("--metrics", "0.0.0.0:80") == ("0.0.0.0", 80)  # noqa: S104
     for text in ("x", "localhost:80", "1.2.3:80", "70000", ":", "-1", "80:80:80:80:1", "train.py"):
         with pytest.raises(ConfigError, match=r"--metrics is .*write PORT \(of 127\.0\.0\.1\)"):
-            config.parse_listen_address("--metrics", text)
+            setting_values.parse_listen_address("--metrics", text)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     metrics.check_installed(None)
     with pytest.raises(ConfigError, match=r"pip install 'elastic-resume\[metrics\]'"):
