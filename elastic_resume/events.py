@@ -17,7 +17,8 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
 
     agent-start           agent      run_id, command, min_nodes, max_nodes, local_world_size,
                                      settings [text] (those that are no default, with their sources)
-    generation-start      agent      generation, node_rank, num_nodes; workers are about to start
+    generation-start      agent      generation, node_rank, num_nodes, begins_job (no agent of it has had a
+                                     generation before); workers are about to start
     rendezvous            agent      what (leading, lost, view-ended, waiting, spare, ...), generation (if
                                      known), reason, message
     fork-server-ready     agent      seconds, skipped_modules {module: reason}
@@ -38,8 +39,10 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
     verdict               agent      generation (that ended), next_generation (null: this node takes part in
                                      none), reason (why the leader ended the view, or null), joined [node],
                                      lost [node], root_causes, secondary_failures [failures], decision
-                                     (continue | give-up | exclude)
-    agent-end             agent      outcome (done | failed | signalled | left), exit_code, reason, message
+                                     (continue | give-up | exclude), speaks_for_job
+    agent-end             agent      outcome (done | failed | signalled | left), exit_code, reason, message,
+                                     speaks_for_job (this node reports the job's end, or restart, to its
+                                     user: `policy.reporting_node`)
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
                                      nodes, kind (cold | resumed), source_node, source_tier (memory |
                                      disk | ""), source_generation, proves_step (or null), receiving_nodes

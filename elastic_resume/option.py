@@ -23,6 +23,7 @@ class Option:
         has_flag: whether ``run`` has a flag for it.
         details: more help, for ``--help-all``.
         default_help: the default in words, where ``default`` is None.
+        show: returns the given text as lists of settings, events and reports show it: without secrets.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Option:
     has_flag: bool = False
     details: str = ""
     default_help: str = ""
+    show: Callable[[str], str] = str
 
     @property
     def field(self) -> str:

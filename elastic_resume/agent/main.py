@@ -44,7 +44,7 @@ from elastic_resume.policy import restart
 from elastic_resume.policy.reasons import ErrorRaised, JobFinished, Signalled, to_json
 from elastic_resume.policy.wording import describe, describe_memory
 from elastic_resume.rendezvous.net.protocol import derive_status_key
-from elastic_resume.report import metrics
+from elastic_resume.report import alerts, metrics
 from elastic_resume.report.agent_status import fetch_status
 from elastic_resume.schedulers import slurm
 from elastic_resume.schedulers.environment import SchedulerContext
@@ -182,6 +182,7 @@ class _Agent:
                 self.controller.log_failure_summary(self.args.log_dir or "")
             saved_text = self._describe_saved(committer) if outcome.kind == "signalled" else ""
             exit_code = self._finish(outcome, saved_text)
+            self._finish_parts()
         if outcome.kind == "done" and self.spec.shared_dir is not None:
             self.spec.shared_dir.remove()
         return exit_code
@@ -262,6 +263,7 @@ class _Agent:
             committer,
             torchelastic.find_early_start(spec),
             lambda local_rank: worker_request.is_parked(str(local_rank)),
+            summarize_event=alerts.summarize_event,
         )
         self.controller.parts = parts = make_agent_parts(context)
         try:
@@ -294,7 +296,7 @@ class _Agent:
                     raise
                 finally:
                     end = client.job_end
-                    self.controller.record_failures(end.failures if end else ())
+                    self.controller.record_end(end)
                 reason = end.reason if end else JobFinished()
                 return _Outcome("done", constants.EXIT_SUCCESS, f"{describe(reason)}.", reason)
         except torchelastic.StoppedError as stop:
@@ -349,6 +351,7 @@ class _Agent:
             exit_code=exit_code,
             reason=to_json(outcome.reason),
             message=outcome.message,
+            speaks_for_job=self.controller.speaks_for_job(outcome.kind),
         )
         if outcome.message:
             prefix = f"{outcome.kind}: " if outcome.kind in {"done", "failed"} else ""
@@ -356,6 +359,14 @@ class _Agent:
             end_text = f"{outcome.message.rstrip('.')}; {saved_text}." if saved_text else outcome.message
             logger.log(level, "%s%s", prefix, end_text)
         return exit_code
+
+    def _finish_parts(self) -> None:
+        """Pass the last events on to the mechanisms, which the status thread does no more."""
+        events = self.event_tail.read()
+        for part in self.controller.parts:
+            for event in events:
+                part.observe(event)
+            part.finish()
 
 
 def _find_reason(error: ElasticResumeError) -> object:

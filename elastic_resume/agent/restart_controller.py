@@ -30,12 +30,17 @@ from elastic_resume.agent.status_reporter import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
 from elastic_resume.mechanisms.mechanism import AgentPart
-from elastic_resume.policy import checkpoint_interval, failure_classification, restart
+from elastic_resume.policy import (
+    checkpoint_interval,
+    failure_classification,
+    reporting_node,
+    restart,
+)
 from elastic_resume.policy.failure_classification import Failure, FailureVerdict, separate_root_causes
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.restart import Continue, Exclude, GaveUp, GenerationResult, GiveUp
 from elastic_resume.policy.wording import describe, format_node_names
-from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
+from elastic_resume.rendezvous.core.interface import EmitEvent, EndJob, StartWorkers, StopReason
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, read_own_records
 
 logger = logging.getLogger(__name__)
@@ -71,6 +76,7 @@ class RestartController:
         self._history: tuple[GenerationResult, ...] = ()
         self._own_failures = 0  # generations that workers of this node ended by a failure
         self._view: StartWorkers | None = None  # the newest with this node
+        self._end: EndJob | None = None  # how the job ended on all nodes
         self._view_end: StopReason | None = None  # why other nodes ended it
         self._log_offset = 0  # offset in the event log at which that generation begins
         self._last_verdict = FailureVerdict()  # about the last generation in which any node failed
@@ -177,11 +183,12 @@ class RestartController:
             NodeExcludedError: this node is to leave the job.
 
         """
+        was_spare = self.is_spare
         former, self._view, self.is_spare = self._view, view, False
         if former is None:
             self.log.end_wait()
         else:
-            self._judge_generation(former, view, membership_changed=membership_changed)
+            self._judge_generation(former, view, membership_changed=membership_changed, was_spare=was_spare)
         # Nothing has asked before the first start, so that this node joins without waiting for a driver.
         self._carry_out(self._decide_own_exclusion())
         self._log_offset = file_size(self._events_path)
@@ -193,6 +200,7 @@ class RestartController:
             generation=view.generation,
             node_rank=view.rank,
             num_nodes=len(view.members),
+            begins_job=not (former or was_spare or view.newest_step or view.failures),
         )
         self.log.log_arguments(view.arguments)
         if view.rank == 0 and not self._has_ever_resumed():
@@ -200,7 +208,7 @@ class RestartController:
         logger.debug("generation %d: node %d of %d.", view.generation, view.rank, len(view.members))
 
     def _judge_generation(
-        self, former: StartWorkers, view: StartWorkers, *, membership_changed: bool
+        self, former: StartWorkers, view: StartWorkers, *, membership_changed: bool, was_spare: bool
     ) -> None:
         result = restart.merge_reported_failures(
             self._history[-1], view.failures, membership_changed=membership_changed
@@ -213,7 +221,15 @@ class RestartController:
         lost = [node for node in former_nodes if node not in {*nodes, *view.preparing_nodes}]
         decision = restart.decide_restart(self._history, self._limits, self._world)
         ends_here = isinstance(decision, GiveUp) or self._leaves(decision)
-        self._emit_verdict(former.generation, None if ends_here else view.generation, decision, joined, lost)
+        self._emit_verdict(
+            former.generation,
+            None if ends_here else view.generation,
+            decision,
+            joined,
+            lost,
+            # A spare was not in the view before.
+            speaks_for_job=not was_spare and reporting_node.reports_restart(self._node, nodes, former_nodes),
+        )
         if not isinstance(decision, GiveUp):
             self.log.log_restart(result.verdict, decision, joined, lost, view.preparing_nodes)
         self._carry_out(decision)
@@ -236,6 +252,8 @@ class RestartController:
         decision: restart.RestartDecision,
         joined: Sequence[str] = (),
         lost: Sequence[str] = (),
+        *,
+        speaks_for_job: bool = False,
     ) -> None:
         verdict = self._history[-1].verdict
         self._event_log.emit(
@@ -248,6 +266,7 @@ class RestartController:
             root_causes=to_json(verdict.root_causes),
             secondary_failures=to_json(verdict.secondary_failures),
             decision=to_json(decision),
+            speaks_for_job=speaks_for_job,
         )
 
     def _decide_own_exclusion(self, failures: tuple[Failure, ...] = ()) -> Continue | Exclude:
@@ -315,10 +334,18 @@ class RestartController:
             self.job_failure = GaveUp(self._node, restart.RestartsExhausted(verdict.root_cause or failure))
         return self.job_failure
 
-    def record_failures(self, failures: Sequence[Failure]) -> None:
-        """Record the failures that the leader reported with the job's end."""
-        if failures:
-            self._last_verdict = separate_root_causes(failures)
+    def record_end(self, end: EndJob | None) -> None:
+        """Record how the job ended, with the failures that the leader reported; None if it has not."""
+        self._end = end
+        if end is not None and end.failures:
+            self._last_verdict = separate_root_causes(end.failures)
+
+    def speaks_for_job(self, outcome: str) -> bool:
+        """Return whether this node reports the end of the job; ``outcome`` is that of its agent."""
+        members = _list_nodes(self._view) if self._view and not self.is_spare else ()
+        if self._end is None and outcome == "signalled":
+            return reporting_node.reports_stop(self._node, members)
+        return reporting_node.reports_end(self._node, members, self._end.reason if self._end else None)
 
     def log_failure_summary(self, log_dir: str = "") -> None:
         """Log what ended the job; ``log_dir`` is where the user redirects the workers' output."""

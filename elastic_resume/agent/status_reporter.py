@@ -282,6 +282,9 @@ class StatusReporter:
                 self._tracker.record_event(event)
         for event in events:
             self._sampler.record_event(event)
+        for part in self._parts:
+            for event in events:
+                part.observe(event)
         values = [(member, part.update(self._client)) for part, member in self._parts.items()]
         members = tuple(
             (member.name, encode_body(value)) for member, value in values if member and value is not None

@@ -73,7 +73,7 @@ def list_settings(
     for option in config.OPTIONS:
         if option.help:
             value, origin = args.origins[option.field]
-            text = settings.node_name if option.field == "node_name" else _format_value(value)
+            text = settings.node_name if option.field == "node_name" else option.show(_format_value(value))
             rows.append(Row(option.name, text or option.default_text, origin))
     for name, entry in args.file.env.items():
         is_overridden = os.environ.get(name, entry.text) != entry.text

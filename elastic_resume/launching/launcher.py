@@ -17,6 +17,7 @@ import inspect
 import os
 import pickle
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,6 +38,10 @@ WORKER_MODULE = "elastic_resume.launching.function_worker"
 POLL_INTERVAL_S = 0.1  # for the end of an agent whose output another process keeps open
 # Flags that say what the script is.
 _SCRIPT_FLAGS = frozenset({"module", "no_python", "run_path", "training_script"})
+_CALL = (
+    "import importlib, json, sys; sys.path.insert(0, sys.argv[1]); "
+    "getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(json.load(sys.stdin))"
+)
 is_importing_script = False  # in a worker: a call of `launch` meanwhile has no guard
 
 
@@ -59,8 +64,8 @@ def launch(function: Callable[..., T], args: Sequence[Any] = (), **settings: Any
         args: its arguments. They and the function are those of the call, whatever changes later.
         settings: flags of ``elastic-resume run`` without dashes (``nproc_per_node=2``, ``nnodes="2:3"``,
             ``snapshot_every="30s"``), and the settings without a flag. A list stands for a value with commas,
-            True for a flag without a value. ``rdzv_id`` names the job and its checkpoints; by default
-            it is the script's or module's name and the function's.
+            True for a flag without a value, a function for a command (``on_event=notify``). ``rdzv_id`` names
+            the job and its checkpoints; by default it is the script's or module's name and the function's.
 
     Returns:
         What the ranks of this node have returned, by rank; empty on a node that was not needed at the end.
@@ -134,7 +139,9 @@ def list_words(settings: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
             raise ConfigError(
                 f"launch() runs a function, so it has no setting {name}: use elastic-resume run."
             )
-        if isinstance(value, Mapping):
+        if callable(value):
+            value = make_command(name, value)  # noqa: PLW2901
+        elif isinstance(value, Mapping):
             value = ",".join(f"{key}={each}" for key, each in value.items())  # noqa: PLW2901
         elif isinstance(value, (list, tuple)):
             value = ",".join(map(str, value))  # noqa: PLW2901
@@ -145,6 +152,29 @@ def list_words(settings: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
         elif value is not None and value is not False:
             words.append(f"--{name.replace('_', '-')}={value}")
     return words, variables
+
+
+def make_command(setting: str, function: Any) -> str:
+    """Return a command that calls a function with the JSON value on its standard input.
+
+    It imports the function's module, or the script, as workers do.
+
+    Raises:
+        ConfigError: a new process cannot import the function.
+
+    """
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    file, name = getattr(module, "__file__", None), getattr(function, "__qualname__", "?")
+    if module is None or file is None or not hasattr(module, name):
+        raise ConfigError(
+            f"{setting} is a function that a new process cannot import: define it at the top of a script or "
+            "module, or write a command."
+        )
+    path = Path(file).absolute()
+    spec = getattr(module, "__spec__", None)
+    module_name = spec.name if spec is not None else path.stem
+    depth = module_name.count(".") + (path.name == "__init__.py")
+    return shlex.join([sys.executable, "-c", _CALL, str(path.parents[depth]), module_name, name])
 
 
 def describe_function(function: Any) -> str:

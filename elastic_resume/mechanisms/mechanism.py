@@ -60,6 +60,14 @@ class ReadingCosts(NamedTuple):
     cores: float
 
 
+class EventSummary(NamedTuple):
+    """What the report says about one event, as far as the event alone tells."""
+
+    is_bad: bool
+    """A person should look."""
+    text: str
+
+
 class AgentContext(NamedTuple):
     """What a mechanism's part in an agent works with."""
 
@@ -81,6 +89,8 @@ class AgentContext(NamedTuple):
     """Return whether the worker of a local rank waits for its next generation."""
     measurement_index: int = -1
     """With a step observer: where `ProgressRecord.measurements` has its number."""
+    summarize_event: Callable[[Event], EventSummary | None] = lambda _: None
+    """Return what the report says about an event; None if it says nothing."""
 
 
 class AgentPart:
@@ -97,6 +107,9 @@ class AgentPart:
 
     def begin_generation(self, world: StartWorkers) -> None:
         """Note that the workers of a view start now."""
+
+    def observe(self, event: Event) -> None:
+        """Note an event of this node's agent or workers, within about a second; not in the main thread."""
 
     def begin_stop(self) -> None:
         """Note a signal to stop: workers may be slow from now on. Called in another thread."""
@@ -115,6 +128,9 @@ class AgentPart:
     def close(self) -> None:
         """End what `start` began."""
 
+    def finish(self) -> None:
+        """Act after the agent's last event, `agent-end`; the agent's process waits for it."""
+
 
 class AlertKind(NamedTuple):
     """A kind of event that a report lists, unless its description is empty."""
@@ -126,6 +142,8 @@ class AlertKind(NamedTuple):
     ended_by: str = ""
     is_worst: bool = False
     """A report names it before all others."""
+    is_of_job: bool = False
+    """All nodes emit it, and the job ends with the same sentence."""
 
 
 class StatusMember(NamedTuple):

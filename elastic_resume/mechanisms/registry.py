@@ -14,6 +14,7 @@ from elastic_resume.mechanisms.mechanism import (
     StatusMember,
     StepObserver,
 )
+from elastic_resume.mechanisms.on_event import ON_EVENT
 from elastic_resume.mechanisms.preemption import PREEMPTION
 from elastic_resume.mechanisms.replicas import REPLICAS
 from elastic_resume.mechanisms.slow_ranks import SLOW_RANKS
@@ -23,6 +24,7 @@ from elastic_resume.mechanisms.unreachable_peers import UNREACHABLE_PEERS
 MECHANISMS: tuple[Mechanism, ...] = (
     GPU_HEALTH,
     HANGS,
+    ON_EVENT,
     PREEMPTION,
     REPLICAS,
     SLOW_RANKS,

@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from elastic_resume.mechanisms.mechanism import AlertKind
+from elastic_resume.events import Event
+from elastic_resume.mechanisms.mechanism import AlertKind, EventSummary
 from elastic_resume.mechanisms.registry import ALERTS
 from elastic_resume.policy import wording
 from elastic_resume.policy.proof import NOT_PROVED
 from elastic_resume.policy.reasons import from_json
 from elastic_resume.policy.stalls import Stall
-from elastic_resume.report.event_log import EventTimeline, ParsedEvent
+from elastic_resume.report.event_log import EventTimeline, ParsedEvent, parse_event
 from elastic_resume.report.formatting import format_count, format_seconds
-from elastic_resume.report.generations import GenerationRow
+from elastic_resume.report.generations import GenerationRow, describe_verdict
 
 BAD, NOTE = "bad", "note"
 _VARYING_FIELDS = frozenset({"t", "b", "pid", "seconds", "generation"})
@@ -56,10 +57,7 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[GenerationRow]) -
         for event in timeline.select(kind):
             text = describe(event)
             if text:
-                # A hang that another node caused, a resume that was proved, or what has ended.
-                is_note = event.raw.get("waits_for_other_node") is True
-                is_note |= event.kind == "proof" and event.get_text("verdict") != NOT_PROVED
-                is_note |= _has_ended(event, timeline.select(_ENDED_BY.get(kind, "")))
+                is_note = _is_note(event) or _has_ended(event, timeline.select(_ENDED_BY.get(kind, "")))
                 alert = _make_alert(kind, NOTE if is_note else severity, event, text)
                 found.append((alert, _identify_problem(event)))
     for event in timeline.select("rendezvous"):
@@ -71,6 +69,26 @@ def find_alerts(timeline: EventTimeline, generations: Iterable[GenerationRow]) -
             alert = _make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text)
             found.append((alert, _identify_problem(event)))
     return tuple(sorted(_merge_repeated(found, timeline), key=lambda alert: (alert.t, alert.node)))
+
+
+def summarize_event(event: Event) -> EventSummary | None:
+    """Return what a report says about one event; of a verdict, why its generation ended."""
+    parsed = parse_event(event, {})
+    if parsed is None:
+        return None
+    if parsed.kind == "verdict":
+        end = describe_verdict(parsed)
+        return EventSummary(end.is_failure, end.text)
+    severity, describe = _DESCRIPTIONS.get(parsed.kind, (NOTE, lambda _: ""))
+    text = describe(parsed)
+    return EventSummary(severity == BAD and not _is_note(parsed), text) if text else None
+
+
+def _is_note(event: ParsedEvent) -> bool:
+    """Return whether it is a hang that another node caused, or a resume that was proved."""
+    return event.raw.get("waits_for_other_node") is True or (
+        event.kind == "proof" and event.get_text("verdict") != NOT_PROVED
+    )
 
 
 def _has_ended(begin: ParsedEvent, ends: Iterable[ParsedEvent]) -> bool:

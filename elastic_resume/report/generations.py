@@ -429,6 +429,13 @@ def _find_end(record: _GenerationRecord, *, is_last: bool) -> GenerationEnd:
     return _end_without_verdict(record, is_last=is_last)
 
 
+def describe_verdict(event: ParsedEvent) -> GenerationEnd:
+    """Say why a generation ended, as far as one verdict tells."""
+    record = _GenerationRecord(event.generation or 0, event.t, event.t)
+    record.record(event, 0)
+    return _find_end(record, is_last=False)
+
+
 def _choose_verdict(record: _GenerationRecord) -> ParsedEvent | None:
     """Return the verdict that led on, or that of agents that gave up; the one with most root causes."""
     verdicts, ends = record.verdicts.values(), record.agent_ends

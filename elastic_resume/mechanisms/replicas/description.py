@@ -64,4 +64,4 @@ def _describe_event(event: Event) -> str:
     return f"replicas {which}; the job ends"
 
 
-ALERT = AlertKind("replicas-differ", _describe_event, is_bad=True, is_worst=True)
+ALERT = AlertKind("replicas-differ", _describe_event, is_bad=True, is_worst=True, is_of_job=True)

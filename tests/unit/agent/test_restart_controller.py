@@ -22,6 +22,7 @@ from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
 from elastic_resume.events import EventLog, parse_line
 from elastic_resume.policy.failure_classification import (
+    EXIT,
     Failure,
     WorkerEnd,
     make_network_failure,
@@ -30,14 +31,15 @@ from elastic_resume.policy.failure_classification import (
 from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.reasons import (
     ErrorRaised,
+    JobFinished,
     Loss,
     NodeLost,
     ViewEnd,
     Wait,
     WorkersStopped,
 )
-from elastic_resume.policy.restart import RestartLimits
-from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
+from elastic_resume.policy.restart import GaveUp, RestartLimits, RestartsExhausted
+from elastic_resume.rendezvous.core.interface import EmitEvent, EndJob, StartWorkers, StopReason
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.slots.progress_page import ProgressPage, WorkerProcess
 from tests.support.disks import SimulatedDisk
@@ -112,13 +114,45 @@ def test_each_end_of_a_generation_has_a_verdict(tmp_path: Path) -> None:
         "reason": {"kind": "newcomers"},
         "joined": ["c"],
         "lost": [],
+        "speaks_for_job": True,
     }
     assert (lost["generation"], lost["next_generation"], lost["lost"]) == (2, 4, ["b"])
     assert lost["reason"] == lost["root_causes"][0]["cause"]
     assert (failed["generation"], failed["next_generation"], failed["reason"]) == (4, None, None)
     assert failed["decision"]["reason"]["kind"] == "same-error-again"
     starts = read_events(tmp_path, "generation-start")
-    assert starts[1] == {"generation": 2, "node_rank": 0, "num_nodes": 3}
+    assert starts[1] == {"generation": 2, "node_rank": 0, "num_nodes": 3, "begins_job": False}
+    assert starts[0]["begins_job"]
+
+
+def test_spare_speaks_for_no_restart_and_begins_no_job(tmp_path: Path) -> None:
+    """Others that were in the view before do; a node that comes back as the first knows nothing of it."""
+    with open_controller(tmp_path) as (controller, _):
+        controller.start_generation(world(1, nodes="ab"))
+        controller.end_generation(NodeLost("b", Loss.DIED))
+        controller.on_rendezvous_event(EmitEvent("spare", generation=2))
+        controller.start_generation(world(3, nodes="ab"), membership_changed=True)
+    (back,) = read_events(tmp_path, "verdict")
+    assert not back["speaks_for_job"]
+    (tmp_path / "new").mkdir()
+    with open_controller(tmp_path / "new") as (controller, _):
+        controller.on_rendezvous_event(EmitEvent("spare", generation=2))
+        controller.start_generation(world(3, nodes="ab"))
+    assert not read_events(tmp_path / "new", "generation-start")[0]["begins_job"]
+
+
+def test_end_is_reported_by_one_node(tmp_path: Path) -> None:
+    """The job's end by the one that gave up; its own by a node that is stopped, if it is the first."""
+    gave_up = GaveUp("b", RestartsExhausted(Failure(EXIT, "b", 1)))
+    for nodes, reports in (("ab", True), ("ba", False)):
+        (tmp_path / nodes).mkdir()
+        with open_controller(tmp_path / nodes) as (controller, _):
+            controller.start_generation(world(1, nodes=nodes))
+            assert controller.speaks_for_job("signalled") is reports
+            controller.record_end(EndJob(JobFinished()))
+            assert controller.speaks_for_job("done") is reports
+            controller.record_end(EndJob(gave_up))
+            assert not controller.speaks_for_job("failed")
 
 
 @pytest.mark.parametrize(("step", "fails"), [(7, False), (5, True)])
