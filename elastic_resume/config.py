@@ -4,8 +4,7 @@ An argument of `er.resume()` comes first, then a flag, the environment, the file
 (`config_file`), the default.
 
 `OPTIONS` declares each setting once: its name, help, default, parser, and whether it has a flag. Each setting
-has a variable ELASTIC_RESUME_NAME. Every value is parsed here. A wrong value is a ConfigError of one or two
-lines with the value's source and the accepted forms. Parsing changes nothing on disk. torchrun's own flags
+has a variable ELASTIC_RESUME_NAME. Parsing changes nothing on disk. Parsers: `setting_values`. torchrun's own flags
 come in as an argparse parser, so this module does not import torch.
 """
 

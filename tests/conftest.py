@@ -63,6 +63,11 @@ def pytest_collection_finish() -> None:
     """Collect garbage from now on, but not among what is there already."""
     gc.freeze()
     gc.enable()
+    # pytest adds two handlers to each logger that does not propagate, in each phase of each test.
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
+            logger.handlers.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -137,12 +142,13 @@ def _read_end(log: Path) -> str:
 
 _SET_BY_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
 _SIGNALS = signal.valid_signals() - {signal.SIGALRM, signal.SIGCHLD}  # of pytest-timeout, and a DataLoader's
+_LIMITS = {name: value for name, value in vars(resource).items() if "RLIMIT_" in name}
 
 
 def _describe_limits() -> dict[str, object]:
     status = Path("/proc/self/status").read_text()
     return {
-        **{name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name},
+        **{name: resource.getrlimit(limit) for name, limit in _LIMITS.items()},
         "umask": next(line for line in status.splitlines() if line.startswith("Umask:")),
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "sys.dont_write_bytecode": sys.dont_write_bytecode,
@@ -158,7 +164,7 @@ def restore_process() -> Iterator[None]:
     yield
     for name in os.environ.keys() - environment.keys() - _SET_BY_IMPORTS:
         del os.environ[name]
-    os.environ.update(environment)
+    os.environ.update(environment.items() - os.environ.items())
     for number, handler in handlers.items():
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)

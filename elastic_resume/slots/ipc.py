@@ -300,13 +300,8 @@ class SlotClient:
 
     # ---- for resuming ----------------------------------------------------------------------------------
 
-    def find_newest(self) -> LocalSnapshot | None:
-        """Return the newest complete snapshot or None; raise CheckpointError if it is damaged."""
-        state = slot_memory.newest_complete(self.control_block.read_slots())
-        return self.read_snapshot(state) if state is not None else None
-
     def find_snapshot(self, version: tuple[int, int], epoch: int) -> LocalSnapshot | None:
-        """Return the complete snapshot of (generation, step) and epoch, or None; see `find_newest`."""
+        """Return the complete snapshot of (generation, step) and epoch, or None; see `read_snapshot`."""
         for state in slot_memory.list_complete(self.control_block.read_slots()):
             if slot_memory.decode_snapshot_id(state.snapshot_id) == version:
                 snapshot = self.read_snapshot(state)
@@ -315,7 +310,12 @@ class SlotClient:
         return None
 
     def read_snapshot(self, state: SlotState) -> LocalSnapshot | None:
-        """Return the complete snapshot of a slot, None if the slot is gone; see `find_newest`."""
+        """Return the complete snapshot of a slot, None if the slot is gone.
+
+        Raises:
+            CheckpointError: the snapshot is damaged.
+
+        """
         slot = self.map_slot(state.index, state.serial)
         if slot is None:
             return None

@@ -1,8 +1,8 @@
 """Start agents of simulated nodes as forks of one process that has imported torch.
 
 A forked agent behaves like a new process with the same command, environment and output. `start` returns None
-where a fork is not possible. Fork servers live as long as this process and end with it, as do all their
-forks.
+where a fork is not possible. Fork servers end with this process, as do all their forks; an idle one ends
+sooner if another environment needs one.
 
 This file is also the program of the fork server: ``python -u fork_server.py DESCRIPTOR PARENT``. It imports
 once, and forks agents on request. A simulated node needs seconds for the imports of its agent; on one machine
@@ -208,9 +208,28 @@ class AgentForkServer:
         """Whether it runs."""
         return self._process.poll() is None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether none of its forks runs, and none waits for its exit code to be read."""
+        try:
+            return not psutil.Process(self._process.pid).children()
+        except psutil.NoSuchProcess:
+            return True
 
-_servers: dict[frozenset[tuple[str, str]], AgentForkServer] = {}
+
+_servers: dict[frozenset[tuple[str, str]], AgentForkServer] = {}  # the one used last stands last
 _servers_lock = threading.Lock()
+
+
+def _close_idle_server() -> bool:
+    """Close the idle fork server that was used longest ago; return whether there was one."""
+    for key, server in _servers.items():
+        if server.is_idle:
+            del _servers[key]
+            atexit.unregister(server.close)
+            server.close()
+            return True
+    return False
 
 
 def start(
@@ -236,17 +255,19 @@ def start(
         for name, value in env.items()
         if name.startswith(forkserver.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
     }
+    key = frozenset(interpreter_env.items())
     with _servers_lock:
-        server = _servers.get(frozenset(interpreter_env.items()))
+        server = _servers.pop(key, None)
         if server is None or not server.alive:
-            if server is None and len(_servers) >= MAX_SERVERS:
+            if len(_servers) >= MAX_SERVERS and not _close_idle_server():
                 return None
             kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_") and k != "TMPDIR"}
             kept.update(
                 {k: v for k, v in os.environ.items() if k == "TMPDIR"}
             )  # the fork server outlives the temporary directory of these nodes
-            server = _servers[frozenset(interpreter_env.items())] = AgentForkServer(kept)
+            server = AgentForkServer(kept)
             atexit.register(server.close)
+        _servers[key] = server
     with contextlib.suppress(OSError):
         return server.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
     return None

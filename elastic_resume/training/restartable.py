@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import logging
 import os
@@ -71,19 +72,49 @@ UNBROKEN = frozenset(
 GPU_CHECK_TIMEOUT_S = 1.0
 
 
+class InterrupterState(enum.Enum):
+    """Whether a signal raises `WorldChanged`, and what became of the last one."""
+
+    DISARMED = "disarmed"  # signals are ignored
+    ARMED = "armed"
+    PENDING = "pending"  # raises at the end of the protected block
+    POSTPONED = "postponed"  # the signal has to be sent again
+    RAISED = "raised"  # the script may have swallowed it: a further signal raises again
+
+
+class Section(enum.Enum):
+    """What the main thread runs when it is interrupted."""
+
+    PLAIN = "plain"
+    PROTECTED = "protected"  # writes into shared memory
+    UNBROKEN = "unbroken"  # is left in its middle only if nothing else helps
+    UNBREAKABLE = "unbreakable"
+
+
+def find_state(state: InterrupterState, section: Section, *, must_break: bool) -> InterrupterState:
+    """Return the state after an interrupt in ``section``; RAISED if it has to raise."""
+    if state is InterrupterState.DISARMED:
+        return state
+    if section is Section.PROTECTED:
+        return InterrupterState.PENDING
+    if section is Section.UNBREAKABLE or (section is Section.UNBROKEN and not must_break):
+        return InterrupterState.POSTPONED
+    return InterrupterState.RAISED
+
+
 class Interrupter:
-    """Raises `WorldChanged` in the main thread while it is armed and not protected."""
+    """Raises `WorldChanged` in the main thread while it is armed and not protected.
+
+    Only the main thread changes the state. Another thread sends the signals.
+    """
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._is_armed = False
-        self._depth = 0
-        self._is_pending = False
-        self.is_postponed = False
-        """Whether the last signal came in a call of `UNBROKEN` or in a handler, and has to be sent again."""
+        self.state = InterrupterState.DISARMED
         self.is_unhandled = False
         """Whether Python has not seen the last signal yet. It looks for signals before it enters a blocking
         call, and a signal that arrives in between is only seen when another one ends that call."""
+        self._pid = os.getpid()
+        self._depth = 0  # of protected blocks
         self._must_break = False
         self._outer_error: BaseException | None = None
 
@@ -94,13 +125,12 @@ class Interrupter:
 
     def arm(self) -> None:
         """Let a signal raise."""
-        self._is_pending = False
         self._outer_error = sys.exc_info()[1]  # the function may be called in an `except` block
-        self._is_armed = True
+        self.state = InterrupterState.ARMED
 
     def disarm(self) -> None:
         """Ignore signals."""
-        self._is_armed = False
+        self.state = InterrupterState.DISARMED
 
     @contextlib.contextmanager
     def protect(self) -> Iterator[None]:
@@ -110,49 +140,55 @@ class Interrupter:
             yield
         finally:
             self._depth -= 1
-        if self._is_pending and not self._depth and self._is_armed:
-            self._raise()
+        if self.state is InterrupterState.PENDING and not self._depth:
+            self._change_state(self._find_unwinding_section())
 
     def interrupt(self, *, must_break: bool = False) -> None:
         """Raise in the main thread, from another thread. The signal ends a blocking system call.
 
-        ``must_break`` ends a call of `UNBROKEN` too, but no block that the end of the world unwinds.
+        ``must_break`` breaks an UNBROKEN section too.
         """
-        self.is_postponed, self._must_break = False, must_break
-        self.is_unhandled = self._is_armed
-        if self._is_armed:
+        self._must_break = must_break
+        self.is_unhandled = self.state is not InterrupterState.DISARMED
+        if self.is_unhandled:
             signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT_SIGNAL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number
         self.is_unhandled = False
-        if not self._is_armed or os.getpid() != self._pid:
-            return
-        if self._depth:
-            self._is_pending = True
-            return
-        while frame is not None:
-            # Python prints and drops what is raised in __del__, so the interrupt would be lost there.
-            # A module whose import was cut is broken for this process: better that the process is killed.
-            is_unbroken = frame.f_code in UNBROKEN or frame.f_code.co_name == "__del__"
-            if (is_unbroken and not self._must_break) or frame.f_code.co_filename == IMPORT_SYSTEM:
-                self.is_postponed = True
-                return
-            frame = frame.f_back
-        self._raise()
+        if os.getpid() == self._pid:
+            self._change_state(self._find_section(frame))
 
-    def _raise(self) -> None:
-        """Raise, or postpone it while the script handles an exception: its ``finally`` must not be cut.
+    def _change_state(self, section: Section) -> None:
+        self.state = find_state(self.state, section, must_break=self._must_break)
+        if self.state is InterrupterState.RAISED:
+            raise WorldChanged
+
+    def _find_section(self, frame: FrameType | None) -> Section:
+        """Return what the main thread runs in ``frame`` and its callers."""
+        if self._depth:
+            return Section.PROTECTED
+        section = self._find_unwinding_section()
+        while frame is not None:
+            # A module whose import was cut is broken for this process: better that the process is killed.
+            if frame.f_code.co_filename == IMPORT_SYSTEM:
+                return Section.UNBREAKABLE
+            # Python prints and drops what is raised in __del__, so the interrupt would be lost there.
+            is_unbroken = frame.f_code in UNBROKEN or frame.f_code.co_name == "__del__"
+            if is_unbroken and section is Section.PLAIN:
+                section = Section.UNBROKEN
+            frame = frame.f_back
+        return section
+
+    def _find_unwinding_section(self) -> Section:
+        """Return UNBREAKABLE while the script unwinds the end of the world: its ``finally`` must not be cut.
 
         An error of another kind may be one that the script handles by training on.
         """
         error = sys.exc_info()[1]
-        is_unwinding = error is not None and error is not self._outer_error
-        if is_unwinding and (not self._must_break or isinstance(error, (WorldChanged, RuntimeError))):
-            self.is_postponed = True
-            return
-        self._is_pending = False
-        raise WorldChanged
+        if error is None or error is self._outer_error:
+            return Section.PLAIN
+        return Section.UNBREAKABLE if isinstance(error, (WorldChanged, RuntimeError)) else Section.UNBROKEN
 
 
 class ScriptState:
@@ -279,7 +315,7 @@ class RestartableCall:
                 must_break = True
                 self._get_connections().cut()
                 self._interrupter.interrupt(must_break=True)
-            elif self._interrupter.is_postponed or self._interrupter.is_unhandled:
+            elif self._interrupter.is_unhandled or self._interrupter.state is InterrupterState.POSTPONED:
                 self._interrupter.interrupt(must_break=must_break)
 
     def _is_world_over(self, error: Exception) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from elastic_resume.report.loader import load_run
 from elastic_resume.testing.backends import find_free_port
 from tests.support.agents import Agents, wait_for
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+from tests.support.fake_sklearn import write_fake_sklearn
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -36,7 +38,8 @@ if os.environ["ELASTIC_RESUME_GENERATION"] + os.environ["RANK"] == "11":
 def test_file_starts_the_readmes_job_on_three_nodes(agents: Agents) -> None:
     """A worker is killed meanwhile; the nodes' directories and the report have the settings."""
     job = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
-    job["script"] = str(ROOT / job["script"])
+    write_fake_sklearn(agents.directory / "examples")
+    shutil.copy(ROOT / job["script"], agents.directory / job["script"])
     job["script-args"] = ["--epochs", 4, "--step-delay", 0.05]
     job |= {
         "nnodes": "3",
@@ -104,6 +107,7 @@ def test_script_without_agent_reads_the_file(agents: Agents) -> None:
     (agents.directory / "job.yaml").write_text(job)
     agents.command = [sys.executable]
     agents.script((ROOT / "examples" / "digits.py").read_text())
+    write_fake_sklearn(agents.directory)
     code, log = agents.run("train.py", "--epochs", "1", ELASTIC_RESUME_CONFIG="job.yaml")
     assert code == 0, log
     assert (agents.directory / "of-file" / "train" / "a").is_dir(), "a variable names the node"

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from elastic_resume.testing.backends import find_free_port
 from tests.docs import test_blocks
@@ -57,15 +58,20 @@ def train(settings):
     print(f"rank {run.rank} prints into the cell")
     return settings, [parameter.detach().clone() for parameter in model.parameters()]
 """
-COMPARE = """
+CALM = """
+if __name__ == "__main__":
+    results = er.launch(train, (Settings(),), nproc_per_node=2, rdzv_id="calm", check_replicas="off")
+    assert all(type(settings) is Settings for settings, _ in results.values())
+    torch.save({rank: weights for rank, (_, weights) in results.items()}, "calm")
+"""
+KILL = """
 before = signal.getsignal(signal.SIGINT), dict(os.environ), threading.active_count()
-calm = er.launch(train, (Settings(),), nproc_per_node=2, rdzv_id="calm")
 Settings.kills = True
 killed = er.launch(train, (Settings(),), nproc_per_node=2, rdzv_id="killed", snapshot_every=1)
 assert before == (signal.getsignal(signal.SIGINT), dict(os.environ), threading.active_count())
 assert os.path.exists("killed") and sorted(killed) == [0, 1]
 assert type(killed[0][0]) is Settings
-print("equal:", all(map(torch.equal, calm[0][1] + calm[0][1], killed[0][1] + killed[1][1])))
+torch.save({rank: weights for rank, (_, weights) in killed.items()}, "results")
 """
 FAIL = """
 def fail(text):
@@ -79,6 +85,12 @@ try:
 except er.errors.LaunchError as error:
     print(error.rank, error.error_type, error.exit_code, error.node != "")
     print("with source:", 'raise ValueError(f"no' in str(error))
+"""
+INTERRUPTED = f"""
+import sys
+sys.path.insert(0, {str(LAUNCHED.parent)!r})
+import launched
+er.launch(launched.train, (launched.Limits(100_000), "."), rdzv_id="long")
 """
 
 
@@ -118,14 +130,42 @@ def start(directory: Path, script: Path = LAUNCHED, **settings: Any) -> subproce
     )
 
 
-def test_notebook_function_survives_kill_and_returns_exact_results(tmp_path: Path) -> None:
-    """The function, a class and a global of the cell reach each worker. The cell gets lines and errors."""
-    setup = "import os, signal, threading"
-    outputs = run_notebook(tmp_path, setup + TRAIN, COMPARE, FAIL, "er.launch(train, (1,))")
-    _, compared, failed, unnamed = outputs
-    assert "rank 1 was killed by SIGKILL; restarting." in compared
-    assert "rank 1 prints into the cell" in compared
-    assert "equal: True" in compared
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Run the cells of a notebook, the last of which is interrupted; return its directory and the outputs."""
+    directory = tmp_path_factory.mktemp("notebook")
+    setup = "import os, signal, threading" + TRAIN
+    cells = (setup, KILL, FAIL, "er.launch(train, (1,))", INTERRUPTED)
+    return directory, run_notebook(directory, *cells, marker="pid-0")
+
+
+@pytest.fixture(scope="module")
+def calm_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[torch.Tensor]]:
+    """Let a script launch the notebook's function, which nobody kills; return the weights of each rank."""
+    directory = tmp_path_factory.mktemp("script")
+    (directory / "calm.py").write_text(TRAIN + CALM)
+    with start(directory, directory / "calm.py") as caller:
+        _, errors = caller.communicate(timeout=250)
+    assert caller.returncode == 0, errors
+    assert (directory / "checkpoints" / "calm").is_dir()
+    weights: dict[int, list[torch.Tensor]] = torch.load(directory / "calm")
+    return weights
+
+
+def test_notebook_function_survives_kill_and_returns_exact_results(
+    notebook: tuple[Path, list[str]], calm_weights: dict[int, list[torch.Tensor]]
+) -> None:
+    """The function, a class and a global of the cell reach each worker. The cell gets lines and errors.
+
+    A script is imported again for its function and class.
+    """
+    directory, (_, killed, failed, unnamed, _) = notebook
+    assert "rank 1 was killed by SIGKILL; restarting." in killed
+    assert "rank 1 prints into the cell" in killed
+    weights = torch.load(directory / "results")
+    assert weights.keys() == calm_weights.keys() == {0, 1}
+    for rank, expected in calm_weights.items():
+        assert all(map(torch.equal, weights[rank], expected)), rank
     assert "1 ValueError 1 True" in failed
     assert "with source: True" in failed
     assert "ConfigError: launch() cannot find the name of this notebook" in unnamed
@@ -149,30 +189,17 @@ def test_blocks_of_guide_run_in_notebook(tmp_path: Path) -> None:
     assert names == {"digits", "digits-0.1", "digits-0.2"}
 
 
-def test_interrupted_notebook_ends_job_and_raises(tmp_path: Path) -> None:
+def test_interrupted_notebook_ends_job_and_raises(notebook: tuple[Path, list[str]]) -> None:
     """The agent gets the interrupt once, saves the last step, and leaves no process."""
-    body = f"""
-import sys
-sys.path.insert(0, {str(LAUNCHED.parent)!r})
-import elastic_resume as er, launched
-er.launch(launched.train, (launched.Limits(100_000), "."), nproc_per_node=2, rdzv_id="long")
-"""
-    (output,) = run_notebook(tmp_path, body, marker="pid-1")
+    directory, (*_, output) = notebook
     assert "KeyboardInterrupt" in output, output
     assert "is saved in" in output, output
-    assert not any(is_alive(int((tmp_path / f"pid-{rank}").read_text())) for rank in range(2))
+    assert not is_alive(int((directory / "pid-0").read_text()))
 
 
-def test_script_function_of_main_and_job_of_killed_caller(tmp_path: Path) -> None:
-    """A script is imported again for its function and class. When the caller is killed, all its job ends."""
-    with start(tmp_path, nproc_per_node=2, check_replicas="off") as caller:
-        output, errors = caller.communicate(timeout=250)
-    assert caller.returncode == 0, errors
-    assert json.loads(output.splitlines()[-1]) == {"0": [8, 2], "1": [8, 2]}, errors
-    assert (tmp_path / "checkpoints" / "launched.train").is_dir()
-
-    (tmp_path / "pid-0").unlink()
-    with start(tmp_path, rdzv_id="long", steps=100_000) as caller:
+def test_job_of_killed_caller_ends(tmp_path: Path) -> None:
+    """All of it, and in order. Its name is that of the function."""
+    with start(tmp_path, steps=100_000) as caller:
         worker = wait_for_pid(tmp_path / "pid-0")
         job = psutil.Process(caller.pid).children(recursive=True)
         assert worker in {process.pid for process in job}
@@ -182,7 +209,7 @@ def test_script_function_of_main_and_job_of_killed_caller(tmp_path: Path) -> Non
         finally:
             for process in filter(psutil.Process.is_running, job):
                 process.kill()
-    log = next((tmp_path / "checkpoints" / "long").iterdir()) / "events.jsonl"
+    log = next((tmp_path / "checkpoints" / "launched.train").iterdir()) / "events.jsonl"
     kinds = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert "agent-end" in kinds  # it has ended in order, and was not killed
 

@@ -22,7 +22,7 @@ import pytest
 
 from elastic_resume import constants, events
 from elastic_resume.agent.failure_evidence import FailureEvents
-from elastic_resume.agent.workers import launcher_shim, supervisor, worker_request
+from elastic_resume.agent.workers import launcher_shim, supervisor, worker_events, worker_request
 from elastic_resume.agent.workers.lease_page import LeasePage
 from tests.support.processes import is_alive, read_exit_event, wait_for, wait_for_pid
 
@@ -100,7 +100,7 @@ def test_literals_equal_constants() -> None:
     """Launcher shim and supervisor cannot import the package, so they repeat its names."""
     names = [
         (module, name)
-        for module in (launcher_shim, supervisor, worker_request)
+        for module in (launcher_shim, supervisor, worker_events, worker_request)
         for name in vars(module)
         if name.startswith(("ENV_", "EXIT_"))
     ]

@@ -20,6 +20,7 @@ from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.capture import schedule, slot_access, snapshot_plan, snapshotter
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
+from tests.support import snapshot_samples
 snapshot_plan.MIN_BYTES_TO_SPLIT = 0
 for module in (slot_access, snapshotter, schedule):
     module.PEER_TIMEOUT_S = 60  # longer than any rank is delayed
@@ -38,7 +39,7 @@ def digest_model():
     return state_dict.digest_leaves(state_dict.flatten({"model": model}).leaves)
 
 def read_newest():
-    newest = run._generation.committer_connection.slot_client.find_newest()
+    newest = snapshot_samples.read_newest(run._generation.committer_connection.slot_client)
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
     return newest.manifest.step, state_dict.digest_leaves(leaves)

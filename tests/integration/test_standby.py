@@ -149,14 +149,14 @@ supervisor = Supervisor()
 import torch
 import elastic_resume as er
 from elastic_resume import failpoints
-from elastic_resume.training.restartable import Interrupter
+from elastic_resume.training.restartable import Interrupter, InterrupterState
 
 def end_first_world():
     if supervisor.worlds == 1:
         supervisor.end_world()
         (interrupter,) = [item for item in gc.get_objects() if type(item) is Interrupter]
         limit = time.monotonic() + 20
-        while not interrupter._is_pending and time.monotonic() < limit:
+        while interrupter.state is not InterrupterState.PENDING and time.monotonic() < limit:
             time.sleep(0.01)
 
 failpoints.register_action("end-world", end_first_world)

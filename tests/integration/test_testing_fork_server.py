@@ -15,6 +15,7 @@ import pytest
 
 from elastic_resume.agent.workers.forkserver_manager import ForkedProcess
 from elastic_resume.testing import Cluster, fork_server
+from tests.support.processes import wait_for
 
 PROBE = """
 import atexit, json, os, signal, sys, threading, time
@@ -148,11 +149,38 @@ def test_process_with_lasting_parent_ends_after_exit_handlers() -> None:
     assert done.stdout.splitlines() == ["in a fork None", "after None", "at exit None None"], done.stderr
 
 
-def test_start_beyond_server_limit_returns_none(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+BUSY = """
+import os, signal, time
+server = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == server:
+        time.sleep(0.01)
+    os._exit(0)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("program", "is_replaced"), [("import signal; signal.pause()", True), (BUSY, False)])
+def test_idle_fork_server_makes_room_for_another_environment(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, is_replaced: bool
 ) -> None:
     """Each set of variables that only a new interpreter reads needs a fork server of its own."""
-    monkeypatch.setattr(fork_server, "MAX_SERVERS", 0)
-    with open(tmp_path / "out", "wb") as out:
-        other = {**env, "OMP_NUM_THREADS": "3"}
-        assert fork_server.start([sys.executable, "-m", "probed"], other, out) is None
+    for name, text in {"first.py": program, "ending.py": ""}.items():
+        (tmp_path / name).write_text(text)
+    first = fork_server.AgentForkServer(env, tmp_path / "first.py")
+    key: frozenset[tuple[str, str]] = frozenset()
+    servers = {key: first}
+    monkeypatch.setattr(fork_server, "_servers", servers)
+    monkeypatch.setattr(fork_server, "SERVER_PROGRAM", tmp_path / "ending.py")
+    monkeypatch.setattr(fork_server, "MAX_SERVERS", 1)
+    try:
+        wait_for(lambda: first.is_idle == is_replaced, "the fork of the first")
+        with open(tmp_path / "out", "wb") as out:
+            other = {**env, "OMP_NUM_THREADS": "3"}
+            assert fork_server.start([sys.executable, "-m", "probed"], other, out) is None
+        assert first.alive is not is_replaced
+        assert (key in servers) is not is_replaced
+        assert len(servers) == 1
+    finally:
+        for server in {first, *servers.values()}:
+            server.close()

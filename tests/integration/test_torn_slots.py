@@ -27,6 +27,7 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
 from tests.support import launch_ranks
 from tests.support.paths import ROOT
+from tests.support.snapshot_samples import read_newest
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +100,7 @@ def test_worker_killed_during_copy_leaves_whole_snapshot(
     (end,) = launch_ranks.run_ranks(1, script, str(digests_file), f"snapshot.{point}=kill@6", env=[env])
     assert end.returncode == -signal.SIGKILL, end.stderr
     memory = SlotClient(server.socket_name, 0, is_local_leader=True)
-    newest = memory.find_newest()
+    newest = read_newest(memory)
     assert newest is not None
     assert newest.manifest.step == (6 if point == "confirmed" else 5)
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)

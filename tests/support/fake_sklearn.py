@@ -1,6 +1,6 @@
 """A stand-in for the two functions of scikit-learn that examples/digits.py needs.
 
-Importing the real package takes each worker more than a second. tests/docs/test_examples.py uses it.
+Importing the real package takes each worker more than a second. tests/docs/test_examples.py uses that.
 """
 
 from __future__ import annotations

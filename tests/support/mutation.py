@@ -57,6 +57,7 @@ _IPC = "elastic_resume/slots/ipc.py"
 _SHIM = "elastic_resume/agent/workers/launcher_shim.py"
 _REQUEST = "elastic_resume/agent/workers/worker_request.py"
 _SUPERVISOR = "elastic_resume/agent/workers/supervisor.py"
+_EVENTS = "elastic_resume/agent/workers/worker_events.py"
 _CHILDREN = "elastic_resume/agent/workers/children.py"
 _NEXT_WAIT = "the next wait finds no child, and ends at once"
 _POOL = "elastic_resume/slots/slot_pool.py"
@@ -99,7 +100,7 @@ ACCEPTED = {  # (module, what is removed): why no test needs to notice
     (_SUPERVISOR, "not called: listener.close()"): "it is no longer polled, and closes with the process",
     (_SUPERVISOR, "not called: connection.close()"): "the process ends at once",
     (_SUPERVISOR, "not called: os.close(descriptor)"): "it closes with the process, which opens few",
-    (_SUPERVISOR, 'operand: name[3] != "_"'): "the names of signals are sorted before SIG_IGN and the like",
+    (_EVENTS, 'operand: name[3] != "_"'): "the names of signals are sorted before SIG_IGN and the like",
     (_SUPERVISOR, "never: self._state == COPYING"): "the end of a copy is noticed later",
     (_SUPERVISOR, "never: self._state in {RUNNING, STOPPING}"): "the end of a lease is noticed later",
     (_CHILDREN, "never: _wait_for_end(min(grace_s, LEFTOVERS_GRACE_S), is_urgent)"): _NEXT_WAIT,

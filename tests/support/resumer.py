@@ -39,6 +39,7 @@ from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED
 from elastic_resume.training import announce
+from tests.support.snapshot_samples import read_newest
 
 WIDTH = 300  # of a state of 12 * WIDTH**2 bytes
 BLOCK_BYTES = 1 << 16
@@ -144,7 +145,7 @@ def resume(world: Collectives, environ: Mapping[str, str], states_by_node: dict[
         result = restore(place, node_dir, memory, live) | read_values(live)
         world.gather(None)
         failpoints._failpoints_by_name.clear()
-        held = memory.find_newest() if memory is not None else None
+        held = read_newest(memory) if memory is not None else None
         result["held"] = list(held.manifest.version) if held is not None else None
         if memory is not None and held is not None:
             result["commit_requested"] = held.slot.record.get("commit_requested") > 0

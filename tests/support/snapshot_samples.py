@@ -7,6 +7,7 @@ import time
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.slots import slot_memory
+from elastic_resume.slots.ipc import LocalSnapshot, SlotClient
 from elastic_resume.slots.slot_memory import Slot, encode_snapshot_id
 
 LAYOUT = Layout.build([TensorSpec("model/w", "U8", (100_000,))])
@@ -36,3 +37,9 @@ def write_snapshot(
     slot.announce(snapshot_id, share_count=share_count, commit_requested=commit_requested)
     slot.record.set_copied(0, snapshot_id)
     return snapshot_id
+
+
+def read_newest(client: SlotClient) -> LocalSnapshot | None:
+    """Return the newest complete snapshot of a node."""
+    state = slot_memory.newest_complete(client.control_block.read_slots())
+    return None if state is None else client.read_snapshot(state)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-    from elastic_resume.agent.workers import children, supervisor, worker_request
+    from elastic_resume.agent.workers import children, supervisor, worker_events, worker_request
 else:
     import _signal as signal
 
@@ -39,6 +39,7 @@ else:
     sys.path = [_here, *sys.path, f"{_here}/../.."]
     import children
     import supervisor
+    import worker_events
     import worker_request
 
     sys.path = sys.path[1:-1]
@@ -212,7 +213,7 @@ def forward_until_exit(connection: "_socket.socket", forwarded: "set[int]", sign
 def report_lost_supervisor() -> int:
     """Report the worker of a killed supervisor, which the kernel has killed too; return its wait status."""
     status = int(signal.SIGKILL)
-    supervisor.write_worker_exit(
+    worker_events.write_worker_exit(
         None, status, stopped_at=None, lease_expired=False, message="its worker supervisor was killed"
     )
     children.kill_all(supervisor.LeaseView(None).remaining_s, at_once=True)

@@ -61,26 +61,22 @@ else:
 
 if TYPE_CHECKING or __package__:
     from elastic_resume import local_socket, shared_page
-    from elastic_resume.agent.workers import children, worker_request
+    from elastic_resume.agent.workers import children, worker_events, worker_request
 else:
     import children  # the launcher shim imports these without the package
     import local_socket
     import shared_page
+    import worker_events
     import worker_request
 
-ENV_GENERATION = "ELASTIC_RESUME_GENERATION"
-ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
-ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
+ENV_GENERATION = worker_events.ENV_GENERATION
+ENV_LOCAL_RANK = worker_events.ENV_LOCAL_RANK
 ENV_GRACE = "ELASTIC_RESUME_GRACE"
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
 ENV_STANDBY = "ELASTIC_RESUME_STANDBY"
 ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"
-ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
-ENV_EVIDENCE = "ELASTIC_RESUME_EVIDENCE"
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"
-EVIDENCE_MEMFD = "/memfd:elastic_resume-evidence"  # the same literal as in `events`
-MAX_ERROR_CHARS = 1024
 
 COPYING_START = 16  # same as in `slots`: the first of the words that name each local rank's copy
 AWAITING_SLOT = 1 << 63  # same as in `slots`: the rank waits for its local leader and copies nothing yet
@@ -271,7 +267,7 @@ class WorkerSupervisor:
         self._stopped_at: float | None = None  # Unix time of the first of both
         self._was_late_to_park = False
         send(connection, b"started %d %d\n" % (self._worker, os.getpid()))
-        write_worker_forked(self._worker)
+        worker_events.write_worker_forked(self._worker)
 
     def run(self) -> None:
         """Wait for the end of the worker, kill its leftovers, and report."""
@@ -299,7 +295,7 @@ class WorkerSupervisor:
     def _write_exit(self, status: int, *, stuck: bool = False) -> None:
         """Write the worker's end into the events, unless it has parked and belongs to no generation."""
         if self._connection.fileno() >= 0:
-            write_worker_exit(
+            worker_events.write_worker_exit(
                 self._worker,
                 status,
                 stopped_at=self._stopped_at,
@@ -492,7 +488,7 @@ class WorkerLink:
 
     def resume(self) -> bool:
         """Send this process's environment and streams to the parked worker; return whether it got them."""
-        import json  # noqa: PLC0415 - see `write_worker_exit`
+        import json  # noqa: PLC0415 - see `worker_events.write_worker_exit`
 
         if self.socket is None:
             return False
@@ -515,7 +511,7 @@ def ignore_signal(number: int, frame: object) -> None:
 def exit_without_worker(connection: "_socket.socket", reason: str) -> "NoReturn":
     """Exit because no worker can start; log and report ``reason``."""
     os.write(2, f"elastic_resume: {reason}\n".encode())
-    write_worker_exit(None, 1 << 8, stopped_at=None, lease_expired=False, message=reason)
+    worker_events.write_worker_exit(None, 1 << 8, stopped_at=None, lease_expired=False, message=reason)
     send(connection, b"ended %d\n" % (1 << 8))
     os._exit(1)
 
@@ -585,13 +581,13 @@ class LeaseView:
 
     def record_failure(self) -> None:
         """Record for all supervisors of this node that a worker of this generation has failed."""
-        generation = parse_int_or_none(os.environ.get(ENV_GENERATION))
+        generation = worker_events.read_int(ENV_GENERATION)
         if self._words is not None and generation is not None:
             self._words[1] = generation
 
     def has_no_grace(self) -> bool:
         """Return whether the workers are killed at once: one has failed, or Ctrl-C came twice."""
-        return self._words is not None and self._words[1] == parse_int_or_none(os.environ.get(ENV_GENERATION))
+        return self._words is not None and self._words[1] == worker_events.read_int(ENV_GENERATION)
 
 
 def open_lease(connection: "_socket.socket") -> LeaseView:
@@ -624,7 +620,7 @@ class SnapshotCopyMonitor:
 
     def __init__(self) -> None:
         """Map the control block of the agent's slots, where there is one."""
-        path, rank = os.environ.pop(ENV_SLOTS, None), parse_int_or_none(os.environ.get(ENV_LOCAL_RANK))
+        path, rank = os.environ.pop(ENV_SLOTS, None), worker_events.read_int(ENV_LOCAL_RANK)
         self._words: Any = None
         self._copy_word = COPYING_START + (rank or 0)
         if path is None or rank is None or not 0 <= rank < MAX_LOCAL_RANKS:
@@ -643,120 +639,11 @@ class SnapshotCopyMonitor:
         return self._words is not None and 0 < self._words[self._copy_word] < AWAITING_SLOT
 
 
-# ---- events --------------------------------------------------------------------------------------------
-
-
-def write_worker_forked(worker: int) -> None:
-    """Append a ``worker-forked`` event to the agent's memory: most scripts offer no progress page."""
-    names = ("RANK", ENV_LOCAL_RANK, ENV_GENERATION)
-    rank, local_rank, generation = (parse_int_or_none(os.environ.get(name)) for name in names)
-    if rank is not None and local_rank is not None and generation is not None:  # else there is no agent
-        line = (  # by hand: see `write_worker_exit`
-            f'{{"t":{time.time():.3f},"event":"worker-forked","pid":{os.getpid()},"worker_pid":{worker},'
-            f'"rank":{rank},"local_rank":{local_rank},"generation":{generation}}}\n'
-        )
-        append_line(ENV_EVIDENCE, line.encode(), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-
-
-def write_worker_exit(
-    worker: "int | None",
-    wait_status: int,
-    *,
-    stopped_at: "float | None",
-    lease_expired: bool,
-    message: str = "",
-    not_parked: bool = False,
-    stuck: bool = False,
-) -> None:
-    """Append a ``worker-exit`` event to the agent's memory, which decides, and to the node's log on disk."""
-    import json  # noqa: PLC0415 - takes 3 ms, which the start must not pay
-
-    number = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else None
-    event = {
-        "t": round(time.time(), 3),
-        "event": "worker-exit",
-        "node": os.environ.get(ENV_NODE_NAME, ""),
-        "pid": os.getpid(),
-        **boot_fields(),
-        "rank": parse_int_or_none(os.environ.get("RANK")),
-        "local_rank": parse_int_or_none(os.environ.get(ENV_LOCAL_RANK)),
-        "generation": parse_int_or_none(os.environ.get(ENV_GENERATION)),
-        "worker_pid": worker,
-        "exit_code": os.WEXITSTATUS(wait_status) if number is None else None,
-        "signal": None if number is None else signal_name(number),
-        "stopped": stopped_at is not None,
-    }
-    if stopped_at is not None:
-        event["stopped_at"] = round(stopped_at, 3)
-    if lease_expired:
-        event["lease_expired"] = True
-    if not_parked:
-        event["not_parked"] = True
-    if stuck:
-        event["stuck"] = True
-    if wait_status != 0 and stopped_at is None:
-        event["message"] = message or read_recorded_error(json)
-    line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
-    append_line(ENV_EVIDENCE, line, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    append_line(ENV_EVENTS_PATH, line, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
-
-
-def boot_fields() -> "dict[str, object]":
-    """Return the same fields as `events.boot_fields`."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().replace("-", "")[:12]
-    except OSError:
-        return {}
-    return {"b": round(now_s(), 3), "boot": boot}
-
-
-def append_line(variable: str, line: bytes, flags: int) -> None:
-    """Append a line to the file that an environment variable names. A failing disk loses the line."""
-    try:
-        path = os.environ[variable]
-        if variable == ENV_EVIDENCE and not os.readlink(path).startswith(EVIDENCE_MEMFD):  # noqa: PTH115
-            return  # the agent has ended, and another process has its pid
-        descriptor = os.open(path, flags, 0o644)
-    except (KeyError, OSError):
-        return
-    try:  # noqa: SIM105 - see `send`
-        os.write(descriptor, line)
-    except OSError:
-        pass
-    os.close(descriptor)
-
-
-def read_recorded_error(json: "object") -> str:
-    """Return the message that torch's ``@record`` wrote for this attempt, if any."""
-    try:
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "rb") as file:
-            message = json.loads(file.read(1 << 20))["message"]  # type: ignore[attr-defined]
-        return str(message["message"] if isinstance(message, dict) else message)[:MAX_ERROR_CHARS]
-    except (KeyError, OSError, ValueError, TypeError):
-        return ""
-
-
-def parse_int_or_none(text: "str | None") -> "int | None":
-    """Return ``int(text)``, or None if it is no number."""
-    return int(text) if text and text.isdigit() else None
-
-
-def signal_name(number: int) -> str:
-    """Return SIGKILL for 9, and SIG40 for a real-time signal, which has no name."""
-    return next((name for name, known in sorted(known_signals().items()) if known == number), f"SIG{number}")
-
-
-def known_signals() -> "dict[str, int]":
-    """Return the numbers of the signals that have a name."""
-    return {name: number for name, number in vars(signal).items() if name[:3] == "SIG" and name[3] != "_"}
-
-
 # ---- drain signals -------------------------------------------------------------------------------------
 
 
 def read_drain_signals() -> "list[int]":
     """Return the drain signals that the agent has put into the environment, without SIGTERM."""
-    known = known_signals()
+    known = worker_events.known_signals()
     names = os.environ.get(ENV_DRAIN_SIGNALS, "").split(",")
     return [known[name] for name in names if name in known and name != "SIGTERM"]

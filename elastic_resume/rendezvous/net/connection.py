@@ -86,7 +86,6 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         """Start the handshake's timer; ``conn_id`` is given for a connection that this side dials."""
         self.conn_id = conn_id
-        self.is_authenticated = False
         self.status_only = False
         """The peer is a status client."""
         self.has_greeted = False
@@ -216,7 +215,7 @@ class Connection(asyncio.BufferedProtocol):
             result: protocol.HandshakeResult = stop.value
             self.write(result.final_line)
             self._handshake_timer.cancel()
-            self.status_only, self.is_authenticated = result.status_only, True
+            self.status_only = result.status_only
             self._signer, self._verifier = result.signer, result.verifier
             if not self.status_only:
                 self._line_reader.max_line_bytes = protocol.MAX_LINE_BYTES

@@ -26,6 +26,7 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
 from elastic_resume.training.run import Run
 from tests.support.rendezvous_nodes import count_open_descriptors, wait_until
+from tests.support.snapshot_samples import read_newest
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +151,7 @@ def expected(run: Run) -> tuple[dict[str, Tensor], Any]:
 
 def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
     """Return the tensors, the rest and the step of the newest snapshot."""
-    newest = run._generation.committer_connection.slot_client.find_newest()
+    newest = read_newest(run._generation.committer_connection.slot_client)
     assert newest is not None
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     tensors = {name: image.tensor(name).clone() for name in image.layout.extents}
@@ -509,7 +510,7 @@ def test_last_step_of_epoch_is_snapshotted_before_and_after_epoch_end(begin: Cal
     run = begin(**objects, data=batches)
 
     def find_newest() -> tuple[int, int, int]:
-        newest = run._generation.committer_connection.slot_client.find_newest()
+        newest = read_newest(run._generation.committer_connection.slot_client)
         assert newest is not None
         position = newest.manifest.position
         return position.epoch, position.step_in_epoch, newest.snapshot_id

@@ -104,10 +104,10 @@ SEARCHED_FIRST = {
     "votes-before-disk": 950,
     "leader-votes-first": 1400,
     "end-undecided": 110,
-    "vote-while-running": 45,
+    "vote-while-running": 82,
     "nothing-bound": 40,
     "anyone-takes": 1340,
-    "late-taking": 2500,
+    "late-taking": 2575,
     "restarted-vote": 150,
 }
 """Seeds shortly before the first that found a rare mutation; the search goes round all of them from there."""

@@ -27,7 +27,7 @@ from elastic_resume.slots.ipc import MAX_MESSAGE_BYTES, SlotClient, SnapshotClie
 from elastic_resume.slots.slot_memory import decode_snapshot_id, encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
 from tests.support.processes import wait_for
-from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
+from tests.support.snapshot_samples import SLOT_BYTES, read_newest, write_snapshot
 
 OTHER_USER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -227,11 +227,11 @@ def test_slot_client_maps_slots_that_exist_and_finds_snapshots(server: SnapshotS
     slot = client.map_slot(1)
     assert slot is not None
     assert slot is client.map_slot(1, states[1].serial)
-    assert client.find_newest() is None
+    assert read_newest(client) is None
     snapshot_id = write_snapshot(slot, 3)
     assert client.find_slot(snapshot_id) is slot
     assert client.find_slot(snapshot_id + 1) is None
-    newest = client.find_newest()
+    newest = read_newest(client)
     assert newest is not None
     assert (newest.snapshot_id, newest.manifest.version) == (snapshot_id, (1, 3))
     client.close()
@@ -310,7 +310,7 @@ def test_restored_image_is_committed_unless_it_was_loaded_from_this_disk(server:
     slots = [client.map_slot(index) for index in range(3)]
     assert slots[0] is not None
     write_snapshot(slots[0], 1)
-    newest = client.find_newest()
+    newest = read_newest(client)
     assert newest is not None
     assert client.acquire_slot(replace(newest.manifest, file_bytes=1 << 40)) is None
     for step, on_disk in ((2, True), (3, False)):
@@ -323,7 +323,7 @@ def test_restored_image_is_committed_unless_it_was_loaded_from_this_disk(server:
         assert slot.record.get("commit_requested") == (0 if on_disk else encode_snapshot_id(1, step))
         state = slot.record.read_state()
         assert not on_disk or state.committed == state.snapshot_id
-        newest = client.find_newest()
+        newest = read_newest(client)
         assert newest is not None
     record = newest.slot.record
     wait_for(lambda: record.get("committed") == encode_snapshot_id(1, 3), "the commit")
@@ -345,7 +345,7 @@ def test_restore_takes_no_slot_that_is_too_small_or_cannot_be_mapped(server: Sna
     small = client.map_slot(0)
     assert small is not None
     write_snapshot(small, 1)
-    newest = client.find_newest()
+    newest = read_newest(client)
     assert newest is not None
     manifest = replace(newest.manifest, file_bytes=SLOT_BYTES, position=Position(0, 2, 2, 2))
     large = client.acquire_slot(manifest)
@@ -357,4 +357,4 @@ def test_restore_takes_no_slot_that_is_too_small_or_cannot_be_mapped(server: Sna
     late = SlotClient(server.socket_name, 0, is_local_leader=True)
     server.close()
     late._client.close()
-    assert late.find_newest() is None
+    assert read_newest(late) is None

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from elastic_resume.errors import WorldChanged
 from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.training import restartable
-from elastic_resume.training.restartable import INTERRUPT_SIGNAL, Interrupter, RestartableCall, ScriptState
+from elastic_resume.training.restartable import (
+    INTERRUPT_SIGNAL,
+    Interrupter,
+    InterrupterState,
+    RestartableCall,
+    ScriptState,
+    Section,
+    find_state,
+)
 from elastic_resume.training.supervisor_link import SupervisorLink
 
 RESUME = b"resume 2\n{}"
@@ -341,7 +349,7 @@ def test_message_of_loader_is_read_to_its_end(
     class Observed(Interrupter):
         def _handle(self, number: int, frame: FrameType | None) -> None:
             super()._handle(number, frame)
-            if self.is_postponed:
+            if self.state is InterrupterState.POSTPONED:
                 postponed.append(number)
 
     interrupter = Observed()
@@ -383,6 +391,28 @@ def test_failing_cut_has_the_supervisor_kill_the_worker() -> None:
         SupervisorLink(workers_end).allow_parking(fail)
         end.sendall(b"park\n")
         assert end.makefile("rb").read() == b"restartable\n"
+
+
+@pytest.mark.parametrize("state", InterrupterState)
+@pytest.mark.parametrize(
+    ("section", "must_break", "expected"),
+    [
+        (Section.PLAIN, False, InterrupterState.RAISED),
+        (Section.PLAIN, True, InterrupterState.RAISED),
+        (Section.PROTECTED, False, InterrupterState.PENDING),
+        (Section.PROTECTED, True, InterrupterState.PENDING),
+        (Section.UNBROKEN, False, InterrupterState.POSTPONED),
+        (Section.UNBROKEN, True, InterrupterState.RAISED),
+        (Section.UNBREAKABLE, False, InterrupterState.POSTPONED),
+        (Section.UNBREAKABLE, True, InterrupterState.POSTPONED),
+    ],
+)
+def test_interrupt_depends_on_the_section_unless_disarmed(
+    state: InterrupterState, section: Section, must_break: bool, expected: InterrupterState
+) -> None:
+    """Whatever became of an earlier one."""
+    is_disarmed = state is InterrupterState.DISARMED
+    assert find_state(state, section, must_break=must_break) is (state if is_disarmed else expected)
 
 
 def test_interrupt_at_any_instruction_keeps_protection_balanced() -> None:
@@ -438,7 +468,7 @@ def run_with_interrupt(work: Callable[[], None], interrupter: Interrupter, instr
     # Signals never come there, and later tests would run while an exception is handled.
     with ThreadPoolExecutor(1) as thread:
         raised = thread.submit(work_traced).result()
-    assert raised or interrupter.is_postponed or seen < instruction
+    assert raised or interrupter.state is InterrupterState.POSTPONED or seen < instruction
     return seen >= instruction
 
 

@@ -1,10 +1,9 @@
-"""What the launcher shim and the supervisor do without the modules `signal` and `json` agrees with both."""
+"""The launcher shim's JSON, the messages that a supervisor reads, and the names of parked workers."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 from contextlib import closing
 from pathlib import Path
@@ -14,13 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.agent.workers import launcher_shim, supervisor, worker_request
-
-
-@pytest.mark.parametrize("number", [*signal.valid_signals()])
-def test_signals_have_their_standard_names(number: int) -> None:
-    """Signals with two names have the same one as in `signal`, and real-time signals have none."""
-    known = {item.value: item.name for item in signal.Signals}
-    assert supervisor.signal_name(number) == known.get(number, f"SIG{number}")
 
 
 @given(
