@@ -62,6 +62,8 @@ LAST_UPLOAD_LIMIT_S = 3600.0
 LAST_FAILURE_LIMIT_S = 120.0
 """So long the last checkpoint is tried again while every request fails."""
 CLOSE_TIMEOUT_S = 1.0
+MAX_EVENTS_BYTES = 16 << 20
+"""Of a node's newest events, which go to the archive too."""
 
 
 class ArchiveFailures:
@@ -149,6 +151,7 @@ class ArchiveUploader(AgentPart):
         self._outdated_turn = 0
         self._refusal = ""
         self._put_bytes, self._put_s = 0, 0.0
+        self._archived_events: ArchivedVersion | None = None  # `put_events` was called after it
 
     # ---- the agent's other threads --------------------------------------------------------------------
 
@@ -204,6 +207,8 @@ class ArchiveUploader(AgentPart):
                     "archiving step %d, the last one, before this node ends.", checkpoint.manifest.step
                 )
                 self._upload_last(checkpoint, self._archive)
+            if self._stopping_at is None and not self._failures.count:
+                self._put_events()
         self._thread.close(CLOSE_TIMEOUT_S)
 
     def _find_newest(self) -> list[Path]:
@@ -257,6 +262,9 @@ class ArchiveUploader(AgentPart):
         self._open_committed(verdict.upload)
         checkpoint = self._held.get(verdict.upload.version) if verdict.upload else None
         if not verdict.upload or not checkpoint or time.monotonic() < self._failures.retry_at:
+            if verdict.archived != self._archived_events:
+                self._archived_events = verdict.archived
+                self._put_events()
             self._send_report()
             return POLL_S
         if checkpoint.held.digest != verdict.upload.digest:
@@ -354,6 +362,16 @@ class ArchiveUploader(AgentPart):
                 archive.prune(self._keep)
         except (ArchiveError, CheckpointError) as error:
             logger.warning("step %d is archived, but older data were not deleted: %s", manifest.step, error)
+
+    def _put_events(self) -> None:
+        """Put this node's events beside the checkpoints, for ``report``; an error is not worth a line."""
+        with (
+            contextlib.suppress(OSError, ArchiveError),
+            open(self._node_dir / constants.EVENTS_FILE, "rb") as file,
+        ):
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_EVENTS_BYTES))
+            if self._archive is not None:
+                self._archive.put_events(self._node, file.read(MAX_EVENTS_BYTES))
 
     def _note_failure(self, error: ArchiveError) -> None:
         if not self._failures.count:
