@@ -20,7 +20,6 @@ EXIT_SIGNAL_BASE = 128  # plus the signal's number: 143 after SIGTERM
 # ---- environment, agent -> worker. A user may set the variables marked (user). ----------------------------
 ENV_PREFIX = "ELASTIC_RESUME_"  # before the name of each setting in config.py
 ENV_CKPT_DIR = "ELASTIC_RESUME_CKPT_DIR"  # (user) root of all checkpoints
-ENV_ARCHIVE = "ELASTIC_RESUME_ARCHIVE"  # (user) address of the archive
 ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"  # (user) this node's name
 ENV_CONFIG = "ELASTIC_RESUME_CONFIG"  # (user) the file of --config

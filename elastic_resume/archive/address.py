@@ -63,19 +63,26 @@ def parse_address(setting: str, text: str) -> Address:
             f"{setting} has a user, password, signature or other part that does not belong into an address: "
             "write s3://BUCKET/PREFIX, and give credentials in the environment."
         )
-    wrong = f"{setting} is {text[:100]!r}: write "
     if not text.strip() or len(text) > MAX_ADDRESS_CHARS or not text.isprintable():
-        raise ConfigError(wrong + "s3://BUCKET/PREFIX, gs://BUCKET/…, az://CONTAINER/… or a directory.")
+        raise ConfigError(
+            f"{setting} is {text[:100]!r}: write s3://BUCKET/PREFIX, gs://BUCKET/…, az://CONTAINER/… or a "
+            "directory."
+        )
     if _ONE_SLASH.match(text):
-        raise ConfigError(wrong + "two slashes behind the colon, as in s3://BUCKET/PREFIX.")
+        raise ConfigError(
+            f"{setting} is {text[:100]!r}: write two slashes behind the colon, as in s3://BUCKET/PREFIX."
+        )
     if scheme == "file":
         if match and not rest.startswith("/"):
-            raise ConfigError(wrong + "file:///DIRECTORY, with three slashes.")
+            raise ConfigError(f"{setting} is {text[:100]!r}: write file:///DIRECTORY, with three slashes.")
         return Address("file", "", rest.rstrip("/") or "/")
     bucket, _, path = rest.partition("/")
     names = path.strip("/").split("/") if path.strip("/") else []
     if not _BUCKET.fullmatch(bucket) or not all(_NAME.fullmatch(name) for name in names):
-        raise ConfigError(wrong + f"{scheme}://BUCKET/PREFIX of letters, digits and the signs . _ = + , : -")
+        raise ConfigError(
+            f"{setting} is {text[:100]!r}: write {scheme}://BUCKET/PREFIX of letters, digits and the signs "
+            "._=+,:-"
+        )
     return Address(scheme, bucket, "/".join(names))
 
 

@@ -56,7 +56,7 @@ class DirectoryStore:
                 is_new = self._disk.link(temporary, path)
             except MachineError as error:
                 if isinstance(error.__cause__, OSError) and error.__cause__.errno in _ERRNOS_NO_LINKS:
-                    raise ArchiveError(f"{path.parent}: no hard links there.", kind="unsupported") from error
+                    raise ArchiveError(self.description, kind="unsupported") from error
                 raise
             finally:
                 self._disk.unlink(temporary)

@@ -39,9 +39,8 @@ class FsspecStore:
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """See base class."""
-        raise ArchiveError(
-            f"{self.description}: cannot create {name} ({len(data)} bytes)", kind="unsupported"
-        )
+        del name, data
+        raise ArchiveError(self.description, kind="unsupported")
 
     def get_range(self, name: str, start: int, size: int) -> memoryview | None:
         """See base class."""

@@ -1,0 +1,132 @@
+"""Put and get a state through the archive, through obstore and through s3fs, in alternation, against one server.
+
+The server is moto's, in a process of its own on the loopback; it is the slowest part, so the client's
+processor time says more than the seconds. The archive computes and compares digests; the others do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import obstore
+import s3fs
+import xxhash
+from obstore.store import S3Store
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from elastic_resume.archive.archive import open_archive
+from elastic_resume.archive.entries import choose_part_bytes
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.checkpoint.manifest import BLOCK_BYTES, Manifest, Position
+from elastic_resume.checkpoint.reader import allocate_memory
+from tests.support.s3 import BUCKET, s3_environment, serve_s3
+
+RUN = "benchmark"
+
+
+def make_image(mebibytes: int) -> memoryview:
+    """Return an image of random bytes."""
+    layout = Layout.build([TensorSpec("weights", "U8", (mebibytes << 20,))])
+    image = allocate_memory(layout.total_bytes)
+    image[: len(layout.header)] = layout.header
+    for start in range(len(layout.header), len(image), 1 << 24):
+        piece = image[start : start + (1 << 24)]
+        piece[:] = os.urandom(len(piece))
+    return image
+
+
+def make_manifest(image: memoryview, step: int) -> Manifest:
+    """Return its manifest with all digests, which a job has computed before it uploads."""
+    blocks = [
+        xxhash.xxh3_128_hexdigest(image[at : at + BLOCK_BYTES]) for at in range(0, len(image), BLOCK_BYTES)
+    ]
+    manifest = Manifest(RUN, "n0", 0, 1, 1, Position(0, step, step, step), time.time(), "benchmark", {})
+    return replace(manifest, file_bytes=len(image), blocks=tuple(blocks))
+
+
+def archive_pair(image: memoryview) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return what puts and gets the image through the archive; older ones are pruned at once."""
+    archive = open_archive(f"s3://{BUCKET}/archive", RUN)
+    step = 0
+    manifest = make_manifest(image, 0)
+    part_bytes = choose_part_bytes(len(image), BLOCK_BYTES)
+    into = allocate_memory(len(image))
+
+    def put() -> None:
+        nonlocal step
+        step += 1
+        attempt = archive.begin((1, step), secrets.token_hex(8))
+        if attempt is None:
+            raise RuntimeError(f"step {step} is archived already")
+        for index, start in enumerate(range(0, len(image), part_bytes)):
+            archive.put_part(attempt.id, index, image[start : start + part_bytes])
+        archive.commit(
+            attempt, replace(manifest, position=Position(0, step, step, step)).to_bytes(), part_bytes
+        )
+        archive.prune(1)
+
+    def get() -> None:
+        (number,) = archive.list_numbers()
+        archive.read_image(archive.read_entry(number), into)
+
+    return put, get
+
+
+def obstore_pair(image: memoryview) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return obstore's own put, a multipart upload with 12 requests at once, and its get."""
+    store = S3Store(BUCKET, client_options={"allow_http": True, "timeout": "10min"})
+    return lambda: obstore.put(store, "obstore", image), lambda: obstore.get(store, "obstore").bytes()
+
+
+def s3fs_pair(image: memoryview) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return s3fs' own put and get."""
+    files = s3fs.S3FileSystem()
+    data = bytes(image)
+    return lambda: files.pipe_file(f"{BUCKET}/s3fs", data), lambda: files.cat_file(f"{BUCKET}/s3fs")
+
+
+def measure(operation: Callable[[], object]) -> tuple[float, float]:
+    """Return seconds and this process's processor seconds."""
+    started, processor = time.perf_counter(), time.process_time()
+    operation()
+    return time.perf_counter() - started, time.process_time() - processor
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mebibytes", type=int, default=1024)
+    parser.add_argument("--pairs", type=int, default=5)
+    args = parser.parse_args()
+    image = make_image(args.mebibytes)
+    with serve_s3() as port:
+        os.environ |= s3_environment(port)
+        pairs = {
+            "archive": archive_pair(image),
+            "obstore": obstore_pair(image),
+            "s3fs": s3fs_pair(image),
+        }
+        results: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for _ in range(args.pairs):
+            for index, operation in enumerate(("put", "get")):
+                for name, pair in pairs.items():
+                    results.setdefault((operation, name), []).append(measure(pair[index]))
+    print(f"{args.mebibytes} MiB, median of {args.pairs}")
+    for (operation, name), taken in results.items():
+        seconds, processor = (statistics.median(column) for column in zip(*taken, strict=True))
+        print(f"{operation} {name:8} {seconds:6.2f} s, {processor:6.2f} s of processor time")
+
+
+if __name__ == "__main__":
+    main()
