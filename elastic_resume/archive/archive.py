@@ -439,7 +439,7 @@ class Archive:
         by = f" by the attempt {attempt_id}" if attempt_id else ""
         return SecondWriterError(
             f"{self.description}: entry {number} was written{by} while this job archived: another job uses "
-            "the same run id and archive. This job archives no more; give one of them another --run-id.",
+            "the same run id and archive. This job archives no more; give one of them another --rdzv-id.",
             number=number,
             attempt=attempt_id,
         )
