@@ -32,6 +32,7 @@ from elastic_resume.mechanisms.archive.judge import (
     ArchiveVerdict,
     Begun,
     EndFacts,
+    HeldCheckpoint,
     NodeReport,
     Upload,
     Version,
@@ -47,6 +48,7 @@ from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.slots.progress_page import read_own_records
+from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,7 @@ class ArchiveUploader(AgentPart):
         self._sent_body = ""
         # Only the thread writes these, and opens and closes checkpoints.
         self._held: dict[Version, PinnedCheckpoint] = {}
+        self._reported: tuple[HeldCheckpoint, ...] = ()
         self._failures = ArchiveFailures()
         self._begun: Begun | None = None
         self._begun_at = 0.0
@@ -226,7 +229,7 @@ class ArchiveUploader(AgentPart):
         return self._verdict
 
     def _send_report(self) -> None:
-        upload, held = self._verdict.upload, sorted(self._held.items(), reverse=True)
+        upload = self._verdict.upload
         report = NodeReport(
             nonce=self._nonce,
             every_s=self._every.seconds or 0.0,
@@ -235,7 +238,7 @@ class ArchiveUploader(AgentPart):
             step_s=round(self._rate.step_s, 6),
             commit_s=round(self._committer.last_commit_s, 3),
             bytes_per_s=round(self._put_bytes / self._put_s) if self._put_s else 0.0,
-            held=tuple(checkpoint.held for _, checkpoint in held),
+            held=self._reported,
             begun=self._begun,
             attempt=self._attempt,
             put=to_ranges(self._put),
@@ -299,6 +302,7 @@ class ArchiveUploader(AgentPart):
         kept = {*sorted(self._held)[-MAX_KEPT:], upload.version if upload else (0, 0)}
         for version in self._held.keys() - kept:
             self._held.pop(version).close()
+        self._reported = tuple(self._held[version].held for version in sorted(self._held, reverse=True))
 
     def _advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
         """Begin the upload, put the next part of this node's share, or put the entry; or nothing."""
@@ -338,6 +342,13 @@ class ArchiveUploader(AgentPart):
 
     def _commit(self, archive: Archive, attempt: Attempt, checkpoint: PinnedCheckpoint) -> None:
         """Put the entry, and delete what is not needed any more; an error of that is logged only."""
+        missing = set(range(checkpoint.held.parts)) - archive.list_parts(attempt.id)
+        if missing:
+            raise ArchiveError(
+                f"{archive.description}: {format_count(len(missing), 'part')} of step {attempt.version[1]} "
+                "that other nodes have put are not there: give all nodes the same --archive, and a directory "
+                "that all of them see."
+            )
         candidates = archive.list_attempts()
         archive.commit(attempt, checkpoint.manifest_bytes, checkpoint.part_bytes)
         manifest = checkpoint.manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ STEP = 14  # which the leader requests when nodes are at step 12 of 10 s
 class Node:
     """An uploader, and the client and the slots that it uses."""
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: Job, name: str, store: Path) -> None:
         self.name, self._job = name, job
         self.directory = job.path / "disks" / RUN / name
         self.directory.mkdir(parents=True)
@@ -38,7 +39,7 @@ class Node:
         pool = SimpleNamespace(control_block=SimpleNamespace(set=self.words.__setitem__))
         committer = SimpleNamespace(checkpoint_readers=[], slot_pool=pool, last_commit_s=0.0)
         settings = {
-            "archive": str(job.store),
+            "archive": str(store),
             "archive_every": IntervalSetting(seconds=60.0),
             "archive_keep": 1,
         }
@@ -87,7 +88,7 @@ class Job:
         self.now, self.body = 1000.0, FactBody("")
         self.judge = ArchiveJudge(Scope(0, (), names[0], 3.0))
         self.judge.start_view(1, names)
-        self.nodes = [Node(self, name) for name in names]
+        self.nodes = [Node(self, name, self.store) for name in names]
 
     @property
     def archive(self) -> Archive:
@@ -157,6 +158,18 @@ def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
     assert not job.nodes[0].part._held
 
 
+def test_parts_in_another_directory_are_missed_before_the_entry(tmp_path: Path) -> None:
+    """A directory may be on each node's own disk, though it has the same name."""
+    job = Job(tmp_path, "a")
+    job.nodes.append(Node(job, "b", tmp_path / "other"))
+    job.request()
+    for node in job.nodes:
+        node.commit(STEP)
+    job.work()
+    assert read_versions(job.archive) == []
+    assert "that other nodes have put are not there" in job.nodes[0].part._failures.text
+
+
 def test_pruned_checkpoint_is_uploaded_to_its_end(tmp_path: Path) -> None:
     """Its descriptor is open."""
     job = Job(tmp_path, "a")
@@ -174,7 +187,7 @@ def test_error_is_logged_and_tried_again_with_growing_pauses(
 ) -> None:
     """The clock decides when. `status` has the reason meanwhile."""
     job, clock = Job(tmp_path, "a"), [5000.0]
-    monkeypatch.setattr(uploader.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     job.request()
     (node,) = job.nodes
     node.commit(STEP)
