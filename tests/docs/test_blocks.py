@@ -70,6 +70,7 @@ NOT_RUN = (
     ("elastic-resume status", "sh", "runs until it is interrupted; integration/test_status.py"),
     ("kubeflow", "python", "submits a job to a cluster"),
     ("llamafactory-cli", "sh", "needs LLaMA-Factory"),
+    ("s3://", "sh", "needs a bucket; integration/test_archive.py and test_archived_jobs.py"),
     ("--metrics", "sh", "opens a port for all networks; unit/report/test_metrics.py"),
 )  # fmt: skip
 # Replaced in all blocks, because the machine has two cores and the test should end soon.
