@@ -344,6 +344,11 @@ class Archive:
         names = self._store.list(f"{self.run_id}/parts")
         return [s.name for s in names if s.is_prefix and entries.parse_attempt_id(s.name) is not None]
 
+    def list_parts(self, attempt_id: str) -> set[int]:
+        """Return the indices of the parts of an attempt that are stored."""
+        names = self._store.list(f"{self.run_id}/parts/{attempt_id}")
+        return {int(stored.name) for stored in names if stored.name.isdecimal()}
+
     def sweep(self, candidates: Iterable[str]) -> list[str]:
         """Delete the attempts of ``candidates`` that no entry names; return their ids.
 

@@ -16,7 +16,7 @@ from elastic_resume import constants
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import WorldChange
-from elastic_resume.policy.resume_plan import ARCHIVE, DISK, MEMORY
+from elastic_resume.policy.resume_plan import ARCHIVE, DISK
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.coordinator import ResumeResult
@@ -124,8 +124,8 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     if plan.previous_world_size is not None:
         state = "no snapshot or checkpoint of the generation before, starting over"
     if plan.kind == "resumed":
-        tiers = {MEMORY: "snapshot in memory", DISK: "checkpoint", ARCHIVE: "archived checkpoint"}
-        tier = tiers[plan.source_tier]
+        kinds = {DISK: "checkpoint", ARCHIVE: "archived checkpoint"}
+        tier = kinds.get(plan.source_tier, "snapshot in memory")
         sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""
         state = (
             f"resumed at {_format_place(position)} from {plan.owner_node}'s {tier} "

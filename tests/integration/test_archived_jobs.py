@@ -13,7 +13,6 @@ from elastic_resume.archive.archive import open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.testing import Cluster
 from tests.integration import test_sharded
-from tests.support import launch_ranks
 from tests.support.s3 import BUCKET, FaultProxy, s3_environment, serve_s3
 from tests.support.training_job import SCRIPT, check_end
 
@@ -80,11 +79,10 @@ def test_job_goes_on_from_archive_when_all_nodes_and_disks_are_gone(tmp_path: Pa
         assert f"resumed at step {max(steps)} (epoch " in cluster.output(0)
         assert "archived checkpoint of generation 1, sent to x1" in cluster.output(0)
     assert read_archive(tmp_path)[0] == (2, EPOCHS * 10), "the last checkpoint is archived too"
-    env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / "undisturbed")}] * NODES
-    words = ["--step-log", str(tmp_path / "calm"), "--epochs", str(EPOCHS), "--step-delay", "0"]
-    ranks = launch_ranks.run_ranks(NODES, SCRIPT, *words, env=env)
-    assert [rank.returncode for rank in ranks] == [0] * NODES, ranks[0].stderr
-    expected = check_end(tmp_path / "calm", world_size=NODES, epochs=EPOCHS)
+    with make_cluster(tmp_path / "calm" / "job", ["n0", "n1"]) as cluster:
+        start(cluster, tmp_path / "calm" / "log")
+        assert cluster.wait_exit() == [0, 0], cluster.output(0)
+    expected = check_end(tmp_path / "calm" / "log", world_size=NODES, epochs=EPOCHS)
     assert check_end(log, world_size=NODES, epochs=EPOCHS) == expected
 
 

@@ -32,6 +32,7 @@ from elastic_resume.mechanisms.archive.judge import (
     ArchiveVerdict,
     Begun,
     EndFacts,
+    HeldCheckpoint,
     NodeReport,
     Upload,
     Version,
@@ -47,6 +48,7 @@ from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.slots.progress_page import read_own_records
+from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ LAST_UPLOAD_LIMIT_S = 3600.0
 LAST_FAILURE_LIMIT_S = 120.0
 """So long the last checkpoint is tried again while every request fails."""
 CLOSE_TIMEOUT_S = 1.0
+MAX_EVENTS_BYTES = 16 << 20
+"""Of a node's newest events, which go to the archive too."""
 
 
 class ArchiveFailures:
@@ -141,6 +145,7 @@ class ArchiveUploader(AgentPart):
         self._sent_body = ""
         # Only the thread writes these, and opens and closes checkpoints.
         self._held: dict[Version, PinnedCheckpoint] = {}
+        self._reported: tuple[HeldCheckpoint, ...] = ()
         self._failures = ArchiveFailures()
         self._begun: Begun | None = None
         self._begun_at = 0.0
@@ -149,6 +154,7 @@ class ArchiveUploader(AgentPart):
         self._outdated_turn = 0
         self._refusal = ""
         self._put_bytes, self._put_s = 0, 0.0
+        self._archived_events: ArchivedVersion | None = None  # `put_events` was called after it
 
     # ---- the agent's other threads --------------------------------------------------------------------
 
@@ -204,6 +210,8 @@ class ArchiveUploader(AgentPart):
                     "archiving step %d, the last one, before this node ends.", checkpoint.manifest.step
                 )
                 self._upload_last(checkpoint, self._archive)
+            if self._stopping_at is None and not self._failures.count:
+                self._put_events()
         self._thread.close(CLOSE_TIMEOUT_S)
 
     def _find_newest(self) -> list[Path]:
@@ -221,7 +229,7 @@ class ArchiveUploader(AgentPart):
         return self._verdict
 
     def _send_report(self) -> None:
-        upload, held = self._verdict.upload, sorted(self._held.items(), reverse=True)
+        upload = self._verdict.upload
         report = NodeReport(
             nonce=self._nonce,
             every_s=self._every.seconds or 0.0,
@@ -230,7 +238,7 @@ class ArchiveUploader(AgentPart):
             step_s=round(self._rate.step_s, 6),
             commit_s=round(self._committer.last_commit_s, 3),
             bytes_per_s=round(self._put_bytes / self._put_s) if self._put_s else 0.0,
-            held=tuple(checkpoint.held for _, checkpoint in held),
+            held=self._reported,
             begun=self._begun,
             attempt=self._attempt,
             put=to_ranges(self._put),
@@ -257,6 +265,9 @@ class ArchiveUploader(AgentPart):
         self._open_committed(verdict.upload)
         checkpoint = self._held.get(verdict.upload.version) if verdict.upload else None
         if not verdict.upload or not checkpoint or time.monotonic() < self._failures.retry_at:
+            if verdict.archived != self._archived_events:
+                self._archived_events = verdict.archived
+                self._put_events()
             self._send_report()
             return POLL_S
         if checkpoint.held.digest != verdict.upload.digest:
@@ -291,6 +302,7 @@ class ArchiveUploader(AgentPart):
         kept = {*sorted(self._held)[-MAX_KEPT:], upload.version if upload else (0, 0)}
         for version in self._held.keys() - kept:
             self._held.pop(version).close()
+        self._reported = tuple(self._held[version].held for version in sorted(self._held, reverse=True))
 
     def _advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
         """Begin the upload, put the next part of this node's share, or put the entry; or nothing."""
@@ -330,6 +342,13 @@ class ArchiveUploader(AgentPart):
 
     def _commit(self, archive: Archive, attempt: Attempt, checkpoint: PinnedCheckpoint) -> None:
         """Put the entry, and delete what is not needed any more; an error of that is logged only."""
+        missing = set(range(checkpoint.held.parts)) - archive.list_parts(attempt.id)
+        if missing:
+            raise ArchiveError(
+                f"{archive.description}: {format_count(len(missing), 'part')} of step {attempt.version[1]} "
+                "that other nodes have put are not there: give all nodes the same --archive, and a directory "
+                "that all of them see."
+            )
         candidates = archive.list_attempts()
         archive.commit(attempt, checkpoint.manifest_bytes, checkpoint.part_bytes)
         manifest = checkpoint.manifest
@@ -354,6 +373,16 @@ class ArchiveUploader(AgentPart):
                 archive.prune(self._keep)
         except (ArchiveError, CheckpointError) as error:
             logger.warning("step %d is archived, but older data were not deleted: %s", manifest.step, error)
+
+    def _put_events(self) -> None:
+        """Put this node's events beside the checkpoints, for ``report``; an error is not worth a line."""
+        with (
+            contextlib.suppress(OSError, ArchiveError),
+            open(self._node_dir / constants.EVENTS_FILE, "rb") as file,
+        ):
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_EVENTS_BYTES))
+            if self._archive is not None:
+                self._archive.put_events(self._node, file.read(MAX_EVENTS_BYTES))
 
     def _note_failure(self, error: ArchiveError) -> None:
         if not self._failures.count:

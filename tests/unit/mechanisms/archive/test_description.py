@@ -1,0 +1,90 @@
+"""Test the settings of uploads, and what people read of them in `status`, metrics and report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from elastic_resume.commands.job_status import build_document, format_screen
+from elastic_resume.errors import ConfigError
+from elastic_resume.mechanisms.archive.description import (
+    STATUS,
+    ArchiveStatus,
+    describe_status,
+    parse_every,
+    parse_keep,
+)
+from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.policy.checkpoint_interval import IntervalSetting
+from elastic_resume.report import summary
+from tests.support.report_runs import Job
+from tests.unit.commands.test_job_status import make_leader_status, make_members
+from tests.unit.report.test_metrics import scrape
+
+ARCHIVED = ArchiveStatus("s3://bucket/job", 40, 90.0, 60, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("30m", IntervalSetting(seconds=1800.0)),
+        ("1000", IntervalSetting(steps=1000)),
+        ("auto", None),
+        ("0", None),
+        ("0s", None),
+        ("", None),
+        ("-5", None),
+        ("1.5", None),
+    ],
+)
+def test_interval_is_a_time_or_a_number_of_steps(text: str, expected: IntervalSetting | None) -> None:
+    """A bare number is steps, as for --save-every."""
+    if expected is not None:
+        assert parse_every("--archive-every", text) == expected
+        return
+    with pytest.raises(ConfigError, match="--archive-every is "):
+        parse_every("--archive-every", text)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("all", None), ("1", 1), ("12", 12)])
+def test_number_of_kept_checkpoints_is_parsed(text: str, expected: int | None) -> None:
+    """One suffices: an entry is deleted only after a newer one was committed."""
+    assert parse_keep("--archive-keep", text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "none", "", "1.0"])
+def test_other_numbers_of_kept_checkpoints_are_refused(text: str) -> None:
+    """The message names the setting and the forms."""
+    with pytest.raises(ConfigError, match=r"--archive-keep is .*1 or more, or all"):
+        parse_keep("--archive-keep", text)
+
+
+def test_status_and_metrics_have_newest_archived_step_and_its_age() -> None:
+    """Another node has no archive, and no sample."""
+    status = make_leader_status(2, mechanisms=((STATUS.name, encode_body(ARCHIVED)),))
+    document = build_document("job", status, make_members(2), {"n0:1": status, "n1:1": make_leader_status(2)})
+    assert [node["archive"] and node["archive"]["step"] for node in document["nodes"]] == [40, None]
+    assert any("step 60 is being uploaded (2 of 5 parts)" in line for line in format_screen(document))
+    assert scrape(status)["elastic_resume_archive_age_seconds", ("s3://bucket/job", "n0")] == 90.0
+    first = make_leader_status(2, mechanisms=((STATUS.name, encode_body(replace(ARCHIVED, step=None))),))
+    assert math.isnan(scrape(first)["elastic_resume_archive_age_seconds", ("s3://bucket/job", "n0")])
+
+
+def test_problem_is_shown_in_place_of_progress() -> None:
+    """A person has to act."""
+    assert describe_status(replace(ARCHIVED, problem="no permission")) == "archive: no permission"
+    assert "nothing archived yet" in describe_status(ArchiveStatus("s3://bucket/job"))
+
+
+def test_failure_is_a_hint_until_a_checkpoint_is_archived() -> None:
+    """It stays in the list of what happened."""
+    job = Job().begun()
+    job.add(111, "archive-failed", "n1", error="no permission")
+    failing = summary.build_run_report(job.events)
+    job.add(112, "archived", "n1", step=40, checkpoint_generation=1, number=1, bytes=1000, seconds=2.0)
+    ended = summary.build_run_report(job.events)
+    assert any("no permission" in hint for hint in failing.verdict.hints)
+    assert not any("no permission" in hint for hint in ended.verdict.hints)
+    assert any("step 40 was archived (1 kB in 2.0 s)" in alert.text for alert in ended.alerts)

@@ -1,0 +1,268 @@
+"""Test uploads of several nodes in one process, against a real directory: `work` is what their threads do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.archive.archive import Archive, open_archive
+from elastic_resume.archive.entries import ArchivedCheckpoint
+from elastic_resume.errors import ArchiveError
+from elastic_resume.mechanisms.archive import pinned_checkpoint, uploader
+from elastic_resume.mechanisms.archive.judge import UPLOADS, ArchiveJudge, Upload
+from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
+from elastic_resume.policy.checkpoint_interval import IntervalSetting
+from elastic_resume.policy.reasons import JobFinished
+from elastic_resume.rendezvous.facts import Fact, FactBody, Scope
+from tests.support.agent_parts import make_agent_context
+from tests.support.archives import archive_step
+from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, save_checkpoint
+
+STEP = 14  # which the leader requests when nodes are at step 12 of 10 s
+
+
+class Node:
+    """An uploader, and the client and the slots that it uses."""
+
+    def __init__(self, job: Job, name: str, store: Path) -> None:
+        self.name, self._job = name, job
+        self.directory = job.path / "disks" / RUN / name
+        self.directory.mkdir(parents=True)
+        self.job_end: Any = None
+        self.words: dict[str, int] = {}
+        self.events: list[dict[str, Any]] = []
+        pool = SimpleNamespace(control_block=SimpleNamespace(set=self.words.__setitem__))
+        committer = SimpleNamespace(checkpoint_readers=[], slot_pool=pool, last_commit_s=0.0)
+        settings = {
+            "archive": str(store),
+            "archive_every": IntervalSetting(seconds=60.0),
+            "archive_keep": 1,
+        }
+        context = make_agent_context(
+            node_dir=self.directory, emit=self._emit, settings=settings, committer=committer
+        )
+        self.part = ArchiveUploader(context)
+        self.part._client = self  # type: ignore[assignment]  # `start` would start the thread
+        self.part._rate.step, self.part._rate.step_s = 12, 10.0
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        self.events.append({"event": kind, **fields})
+
+    @property
+    def node(self) -> str:
+        """The client's name."""
+        return self.name
+
+    @property
+    def verdicts(self) -> dict[str, Fact]:
+        """What the leader has said last."""
+        return {UPLOADS.name: Fact(UPLOADS.name, 0, self._job.body)} if self._job.body else {}
+
+    def send_fact(self, topic: str, generation: int, body: FactBody) -> None:
+        """Hand a fact to the leader, and take its verdict."""
+        self._job.judge.add(self.name, Fact(topic, generation, body), self._job.now)
+        self._job.body = self._job.judge.judge(self._job.now).body
+
+    def commit(self, step: int, generation: int = 1) -> Path:
+        """Commit a step, as the committer would."""
+        path = save_checkpoint(self.directory, generation, step)
+        self.part._committed.append(path)
+        return path
+
+    def work(self) -> None:
+        """Do what the thread does, until it has nothing to do."""
+        while not self.part._work():
+            pass
+
+
+class Job:
+    """The nodes of a job, their leader and its clock."""
+
+    def __init__(self, path: Path, *names: str) -> None:
+        self.path, self.store = path, path / "store"
+        self.now, self.body = 1000.0, FactBody("")
+        self.judge = ArchiveJudge(Scope(0, (), names[0], 3.0))
+        self.judge.start_view(1, names)
+        self.nodes = [Node(self, name, self.store) for name in names]
+
+    @property
+    def archive(self) -> Archive:
+        """The archive, as a reader sees it."""
+        return open_archive(str(self.store), RUN)
+
+    def request(self) -> None:
+        """Have all nodes report, and learn which step the leader requests."""
+        for _ in range(2):
+            for node in self.nodes:
+                node.work()
+        assert {node.words["commit_step"] for node in self.nodes} == {STEP}
+
+    def work(self, rounds: int = 6) -> None:
+        """Have all nodes work."""
+        for _ in range(rounds):
+            for node in self.nodes:
+                node.work()
+
+    def find_upload(self) -> Upload:
+        """Return the upload under way."""
+        upload = self.nodes[0].part._read_verdict().upload
+        assert upload
+        return upload
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one block each: the samples have several."""
+    monkeypatch.setattr(pinned_checkpoint, "choose_part_bytes", lambda *_: SMALL_BLOCK)
+
+
+def read_versions(archive: Archive) -> list[tuple[int, int]]:
+    """Return what is archived, newest first, after its bytes were verified."""
+    found = []
+    for entry in archive.list_checkpoints(9):
+        assert isinstance(entry, ArchivedCheckpoint)
+        archive.read_image(entry)
+        found.append(entry.version)
+    return found
+
+
+def test_nodes_share_parts_of_requested_step_and_one_puts_entry(tmp_path: Path) -> None:
+    """Each part is put once; events of all nodes follow."""
+    job = Job(tmp_path, "a", "b", "c")
+    job.request()
+    for node in job.nodes:
+        (node.directory / constants.EVENTS_FILE).write_text("{}\n")
+        node.commit(STEP)
+    job.work()
+    assert read_versions(job.archive) == [(1, STEP)]
+    put = [node.part._put for node in job.nodes]
+    assert set().union(*put) == set(range(len(list((job.store / RUN / "parts").glob("*/*")))))
+    assert sum(map(len, put)) == len(set().union(*put))
+    assert [event["step"] for node in job.nodes for event in node.events] == [STEP]
+    assert sorted(job.archive.read_events()) == ["a", "b", "c"]
+
+
+def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
+    """The others put its share, so that what is archived is what was committed."""
+    job = Job(tmp_path, "a", "b")
+    job.request()
+    flip_bits(job.nodes[0].commit(STEP) / constants.STATE_FILE, 100)
+    job.nodes[1].commit(STEP)
+    job.work(rounds=10)
+    assert read_versions(job.archive) == [(1, STEP)]
+    assert not job.nodes[0].part._held
+
+
+def test_parts_in_another_directory_are_missed_before_the_entry(tmp_path: Path) -> None:
+    """A directory may be on each node's own disk, though it has the same name."""
+    job = Job(tmp_path, "a")
+    job.nodes.append(Node(job, "b", tmp_path / "other"))
+    job.request()
+    for node in job.nodes:
+        node.commit(STEP)
+    job.work()
+    assert read_versions(job.archive) == []
+    assert "that other nodes have put are not there" in job.nodes[0].part._failures.text
+
+
+def test_pruned_checkpoint_is_uploaded_to_its_end(tmp_path: Path) -> None:
+    """Its descriptor is open."""
+    job = Job(tmp_path, "a")
+    job.request()
+    path = job.nodes[0].commit(STEP)
+    job.nodes[0].part._work()
+    for file in path.iterdir():
+        file.unlink()
+    job.work()
+    assert read_versions(job.archive) == [(1, STEP)]
+
+
+def test_error_is_logged_and_tried_again_with_growing_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock decides when. `status` has the reason meanwhile."""
+    job, clock = Job(tmp_path, "a"), [5000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    job.request()
+    (node,) = job.nodes
+    node.commit(STEP)
+    node.work()
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise ArchiveError("the archive refuses: give the job the permission.", kind="forbidden")
+
+        patch.setattr(Archive, "put_part", refuse)
+        pauses = []
+        for _ in range(12):
+            node.work()
+            pauses.append(node.part._failures.retry_at - clock[0])
+            clock[0] = node.part._failures.retry_at
+        assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
+        assert pauses[-1] == uploader.MAX_PAUSE_S
+        monkeypatch.setattr(node.part._rate, "update", lambda: None)
+        status = node.part.update(node)  # type: ignore[arg-type]
+        assert status
+        assert "give the job the permission" in status.problem
+    texts = [record.message for record in caplog.records]
+    assert texts[0] == (
+        "the archive refuses: give the job the permission. Training continues, and this node tries again."
+    )
+    assert 5 < len(texts) < 12, "one a minute"
+    assert [event["event"] for event in node.events] == ["archive-failed"]
+    node.work()
+    assert read_versions(job.archive) == [(1, STEP)]
+    assert not node.part._failures.text
+
+
+@pytest.mark.parametrize("generation", [1, 0])
+def test_second_writer_ends_archiving_unless_it_is_older(tmp_path: Path, generation: int) -> None:
+    """It takes the number between begin and commit. A job of an older generation gives way."""
+    job = Job(tmp_path, "a")
+    job.request()
+    (node,) = job.nodes
+    node.commit(STEP)
+    while not job.archive.list_attempts():
+        node.part._work()
+    archive_step(job.archive, 99, generation=generation)
+    job.work()
+    if generation:
+        assert [event["event"] for event in node.events] == ["archive-refused"]
+        assert job.nodes[0].part._read_verdict().refusal
+        assert read_versions(job.archive) == [(1, 99)]
+        return
+    assert not node.part._refusal
+    node.part._rate.step = 20
+    job.work()
+    node.commit(node.words["commit_step"])
+    job.work()
+    assert read_versions(job.archive)[0] == (1, node.words["commit_step"] or 22)
+
+
+@pytest.mark.parametrize(
+    ("rank", "grace_s", "expected"), [(0, None, 50), (1, None, STEP), (0, 1000, 50), (0, 0, STEP)]
+)
+def test_first_node_archives_last_checkpoint_if_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, grace_s: int | None, expected: int
+) -> None:
+    """After a signal, which comes with a grace here, the measured speed decides."""
+    monkeypatch.setenv(constants.ENV_GRACE, str(grace_s))
+    job = Job(tmp_path, "a")
+    job.request()
+    (node,) = job.nodes
+    node.commit(STEP)
+    job.work()
+    node.commit(50)
+    node.part.begin_generation(SimpleNamespace(rank=rank))  # type: ignore[arg-type]
+    if grace_s is not None:
+        node.part.begin_stop()
+    else:
+        node.job_end = SimpleNamespace(reason=JobFinished())
+    node.part.close()
+    assert read_versions(job.archive)[0] == (1, expected)
+    assert len(job.archive.list_attempts()) == 1, "with --archive-keep 1 nothing older stays"
