@@ -4,8 +4,8 @@ An argument of `er.resume()` comes first, then a flag, the environment, the file
 (`config_file`), the default.
 
 `OPTIONS` declares each setting once: its name, help, default, parser, and whether it has a flag. Each setting
-has a variable ELASTIC_RESUME_NAME. Parsing changes nothing on disk. Parsers: `setting_values`. torchrun's own flags
-come in as an argparse parser, so this module does not import torch.
+has a variable ELASTIC_RESUME_NAME. Parsing changes nothing on disk. `setting_values` has the
+parsers. torchrun's own flags come in as an argparse parser, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -116,10 +116,11 @@ OPTIONS = (
     Option(
         "archive",
         "ADDRESS|off",
-        "tier that outlives all nodes: s3://BUCKET/PREFIX, gs://, az://, or a directory that they see",
+        "a tier that outlives all nodes, as s3://BUCKET/DIR",
         parse_archive_setting,
         "off",
         has_flag=True,
+        details="or gs://, az://, or a directory that all nodes see",
     ),
     Option(
         "resume",
