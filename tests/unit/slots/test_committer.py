@@ -376,8 +376,9 @@ def test_idle_committer_waits_but_not_when_it_is_being_closed(
 
 def test_one_message_lets_all_marked_slots_be_overwritten(fixture: CommitterFixture) -> None:
     """The newest is committed; the message for the other one may be lost with its worker."""
-    ids = [write_snapshot(fixture.slot(step), step, commit_requested=True) for step in (0, 1)]
-    fixture.committer.request_commit(ids[1])
+    with fixture.committer._wakeup:  # the thread may just begin, and must not see the first one alone
+        ids = [write_snapshot(fixture.slot(step), step, commit_requested=True) for step in (0, 1)]
+        fixture.committer.request_commit(ids[1])
     wait_until(lambda: [fixture.slot(index).record.get("committed") for index in (0, 1)] == ids)
     assert fixture.committed_names() == [checkpoint_name(1, 1)]
 
