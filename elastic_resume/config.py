@@ -42,7 +42,7 @@ DEFAULT_KEEP = 3  # MIN_KEEP + 1: one may be corrupt while another is written
 DEFAULT_STEP_MARK_S = 5.0  # a report dates the step that a failure interrupted with this precision
 MAX_MEMORY_BYTES = 2**60  # a larger value is surely a typo; this one fits every integer type in use
 DEFAULT = "default"
-AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name", "archive")
+AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
 """Settings that the agent's flags decide, and the script's arguments do not: see `Settings.for_worker`."""
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
@@ -260,10 +260,11 @@ OPTIONS = (
     Option(
         "archive",
         "ADDRESS|off",
-        "tier that outlives all nodes: s3://BUCKET/PREFIX, gs://, az://, or a directory that they see",
+        "tier that outlives all nodes: s3://BUCKET, or a path",
         parse_archive_setting,
         "off",
         has_flag=True,
+        details="also gs://, az:// and other schemes of fsspec; all nodes must see the directory",
     ),
     Option(
         "resume",
