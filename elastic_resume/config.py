@@ -54,7 +54,7 @@ DEFAULT_CKPT_DIR = "./checkpoints"
 DEFAULT_KEEP = 3  # MIN_KEEP + 1: one may be corrupt while another is written
 DEFAULT_STEP_MARK_S = 5.0  # a report dates the step that a failure interrupted with this precision
 DEFAULT = "default"
-AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name", "archive")
+AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
 """Settings that the agent's flags decide, and the script's arguments do not: see `Settings.for_worker`."""
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 CONFIG_HELP = "YAML file with flags, settings, script, script-args and env; or ELASTIC_RESUME_CONFIG"
@@ -116,11 +116,11 @@ OPTIONS = (
     Option(
         "archive",
         "ADDRESS|off",
-        "a tier that outlives all nodes, as s3://BUCKET/DIR",
+        "tier that outlives all nodes: s3://BUCKET, or a path",
         parse_archive_setting,
         "off",
         has_flag=True,
-        details="or gs://, az://, or a directory that all nodes see",
+        details="also gs://, az:// and other schemes of fsspec; all nodes must see the directory",
     ),
     Option(
         "resume",

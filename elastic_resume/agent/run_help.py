@@ -41,15 +41,7 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
         ("-t, --tee 1|2|3", "the same, and to the console too"),
         "preload",
     ),
-    "checkpoints": (
-        "ckpt-dir",
-        "save-every",
-        "snapshot-every",
-        "keep",
-        "resume",
-        "resume-from",
-        "archive",
-    ),
+    "checkpoints": ("ckpt-dir", "save-every", "snapshot-every", "keep", "archive", "resume", "resume-from"),
     "recovery": (
         ("--max-restarts N", "end the job after N restarts (default: no limit)"),
         *(option.name for option in MECHANISM_OPTIONS if option.has_flag),

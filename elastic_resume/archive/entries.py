@@ -195,11 +195,13 @@ def parse_entry(number: int, data: memoryview, run_id: str | None) -> ArchivedCh
 
 
 def choose_pruned(headers: Iterable[tuple[int, EntryHeader]], keep: int) -> list[int]:
-    """Return the numbers to delete: all but the newest ``keep``, milestones, and the greatest number.
+    """Return the numbers to delete: all but milestones and the newest ``keep`` of the others, at least 1.
 
     Every milestone without a metric stays; of those of one name with a metric, the best stays, and of equal
-    ones the newest.
+    ones the newest. So the greatest number always stays.
     """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: the newest checkpoint must stay, since its number leads to the next")
     entries = sorted(headers)
     best: dict[str, tuple[float, int]] = {}
     milestones = set()
@@ -210,7 +212,7 @@ def choose_pruned(headers: Iterable[tuple[int, EntryHeader]], keep: int) -> list
             best[header.milestone] = max(best.get(header.milestone, (-math.inf, 0)), (header.metric, number))
     milestones |= {number for _, number in best.values()}
     ordinary = [number for number, _ in entries if number not in milestones]
-    kept = milestones | set(ordinary[max(0, len(ordinary) - keep) :]) | {number for number, _ in entries[-1:]}
+    kept = milestones | set(ordinary[max(0, len(ordinary) - keep) :])
     return [number for number, _ in entries if number not in kept]
 
 

@@ -160,3 +160,5 @@ def test_prune_keeps_newest_and_milestones(
     """One case a line: number, milestone, metric."""
     headers = [(number, EntryHeader(ATTEMPT, 1, name, metric)) for number, name, metric in reversed(log)]
     assert entries.choose_pruned(headers, keep) == pruned
+    with pytest.raises(ValueError, match="the newest checkpoint must stay"):
+        entries.choose_pruned(headers, 0)

@@ -64,6 +64,7 @@ WITH_AGENT = [
     Case("snapshot_memory", "None", {ENVIRONMENT: "8192"}),
     Case("check_replicas", "auto", {ENVIRONMENT: "off"}),
     Case("prove", "first", {FLAG: "always", ENVIRONMENT: "stop"}),
+    Case("archive", "", {FLAG: "/a", ENVIRONMENT: "s3://bucket/b"}),
 ]
 
 
