@@ -138,7 +138,9 @@ def test_node_killed_in_upload_leaves_step_before_or_this_one(tmp_path: Path, po
         cluster.stop()
     assert len(read_archive(tmp_path)) >= 2
     archive = open_archive(str(tmp_path / "store"), "job")
-    named = {entry.attempt for entry in archive.list_checkpoints(64) if isinstance(entry, ArchivedCheckpoint)}
+    named = {
+        entry.header.parts for entry in archive.list_checkpoints(64) if isinstance(entry, ArchivedCheckpoint)
+    }
     assert len(set(archive.list_attempts()) - named) <= 1, "only that of an upload under way"
 
 

@@ -396,7 +396,9 @@ class ArchiveUploader(AgentPart):
         """Return whether a next attempt may follow the one whose number is taken."""
         winner = error.attempt
         with contextlib.suppress(CheckpointError):
-            winner = winner or (self._archive.read_entry(error.number).attempt if self._archive else "")
+            winner = winner or (
+                self._archive.read_entry(error.number).header.attempt if self._archive else ""
+            )
         return is_outdated(attempt, winner)
 
     def _refuse(self, error: SecondWriterError) -> None:
