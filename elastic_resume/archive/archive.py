@@ -180,11 +180,10 @@ class Archive:
             if header and current[header.parts] == n and is_wanted(header)
         ]
 
-    def find_milestones(self, version: Version) -> tuple[Milestone, ...] | None:
-        """Return the archived milestones of (generation, step); None if it is not archived."""
-        for number in self.find_numbers(lambda header: header.version == version):
-            return self._headers[number].milestones
-        return None
+    def list_milestones(self) -> dict[Version, tuple[Milestone, ...]]:
+        """Return the milestones of each archived (generation, step); raise ArchiveError."""
+        headers = sorted(self._read_headers(self.list_numbers()).items())
+        return {header.version: header.milestones for _, header in headers if header is not None}
 
     def list_checkpoints(self, limit: int) -> list[ArchivedCheckpoint | BadEntry]:
         """Return the checkpoints of the newest ``limit`` entries, newest first.
@@ -342,7 +341,7 @@ class Archive:
         """
         numbers = self.list_numbers()
         has_parts = any(entries.parse_attempt_id(name) == version for name in self.list_attempts())
-        if has_parts and self.find_milestones(version) is not None:
+        if has_parts and version in self.list_milestones():
             return None
         return Attempt(max(numbers, default=0) + 1, entries.make_attempt_id(version, nonce), version)
 
@@ -388,9 +387,12 @@ class Archive:
             SecondWriterError: another attempt has its number. This job must archive no more.
 
         """
-        epoch = Manifest.parse(manifest_bytes).position.epoch
+        manifest = Manifest.parse(manifest_bytes)
         labels = entries.merge_milestones((), milestones)
-        header = EntryHeader(attempt.id, part_bytes, attempt.id, epoch, None, labels)
+        history = entries.describe_history(manifest)
+        header = EntryHeader(
+            attempt.id, part_bytes, attempt.id, manifest.position.epoch, None, labels, history
+        )
         self._put(attempt, header, manifest_bytes)
 
     def _put(self, attempt: Attempt, header: EntryHeader, manifest_bytes: bytes) -> None:

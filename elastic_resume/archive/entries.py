@@ -27,6 +27,7 @@ MIN_PART_BYTES = 64 << 20
 MAX_PART_BYTES = 4 << 30  # a store takes at most 5 GB in one request
 MAX_PARTS = 1000  # more than this only if parts would be greater than MAX_PART_BYTES
 MAX_NUMBER = 99_999_999
+MAX_HISTORY_CHARS = 128
 MAX_MILESTONES = 32  # of one entry: its first line has a limit
 _NUMBER = re.compile(r"[0-9]{8}")
 _ATTEMPT = re.compile(r"(g\d{6,16}-s\d{10,16})-[0-9a-f]{8,32}")
@@ -67,6 +68,7 @@ class EntryHeader:
 
     ``parts`` is the attempt that has stored the bytes. It is another one than ``attempt`` if the entry only
     adds milestones to a checkpoint that is archived already; then it has the earlier milestones too.
+    Entries with an equal ``history`` have gone back with the same `--resume-from`, or never.
     ``newest`` is the greatest of all entries when this one was put, itself included, so that a reader need
     not read them all; None if one of them cannot be read.
     """
@@ -77,6 +79,7 @@ class EntryHeader:
     epoch: int
     newest: Moment | None
     milestones: tuple[Milestone, ...] = ()
+    history: str = ""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -219,6 +222,8 @@ def parse_entry(number: int, data: memoryview, run_id: str | None) -> ArchivedCh
     manifest = Manifest.parse(bytes(data[size:]))
     if parse_attempt_id(header.attempt) != manifest.version:
         raise CorruptError(f"entry: its manifest is not of the attempt {header.attempt}.")
+    if header.history != describe_history(manifest):
+        raise CorruptError(f"entry: its history is {header.history!r:.120}, and its manifest's another one.")
     if header.epoch != manifest.position.epoch:
         raise CorruptError(
             f"entry: its epoch is {header.epoch}, and its manifest's {manifest.position.epoch}."
@@ -232,21 +237,42 @@ def parse_entry(number: int, data: memoryview, run_id: str | None) -> ArchivedCh
     return ArchivedCheckpoint(number, header, manifest)
 
 
+def describe_history(manifest: Manifest) -> str:
+    """Return the request with which a state's history has gone back, and to what; "" if it never has."""
+    if not manifest.resume_from:
+        return ""
+    return f"{manifest.resume_from} {'-'.join(map(str, manifest.went_back_to))}"
+
+
+def choose_milestones(headers: Iterable[EntryHeader]) -> dict[tuple[int, int], tuple[Milestone, ...]]:
+    """Return the milestones that count, by version: as `milestone.choose_kept` says of each history.
+
+    The best of a history that was left, as after a loss spike, must not outdo that of the next one.
+    """
+    by_history: dict[str, list[EntryHeader]] = {}
+    for header in headers:
+        by_history.setdefault(header.history, []).append(header)
+    counting = {}
+    for same in by_history.values():
+        kept = milestone.choose_kept(
+            (header.version, label) for header in same for label in header.milestones
+        )
+        for header in same:
+            labels = tuple(label for label in header.milestones if (header.version, label) in kept)
+            if labels:
+                counting[header.version] = labels
+    return counting
+
+
 def choose_pruned(headers: Iterable[tuple[int, EntryHeader]], keep: int) -> list[int]:
     """Return the numbers to delete: all but the newest ``keep``, milestones, and the greatest number.
 
-    Milestones stay as `milestone.choose_kept` says. Of the entries of one checkpoint the newest counts.
+    Of the entries of one checkpoint the newest counts.
     """
     entries = sorted(headers)
     current = {header.parts: (number, header) for number, header in entries}.values()
-    kept_labels = milestone.choose_kept(
-        (header.version, label) for _, header in current for label in header.milestones
-    )
-    milestones = {
-        number
-        for number, header in current
-        if any((header.version, label) in kept_labels for label in header.milestones)
-    }
+    counting = choose_milestones(header for _, header in current)
+    milestones = {number for number, header in current if header.version in counting}
     ordinary = sorted(number for number, _ in current if number not in milestones)
     kept = milestones | set(ordinary[max(0, len(ordinary) - keep) :]) | {number for number, _ in entries[-1:]}
     return [number for number, _ in entries if number not in kept]
@@ -284,6 +310,8 @@ def _find_invalid_field(header: EntryHeader) -> str | None:
             type(label.metric) not in {int, float} or not math.isfinite(label.metric)
         ):
             return f"a metric is {label.metric!r:.80}, not a finite number."
+    if not isinstance(header.history, str) or len(header.history) > MAX_HISTORY_CHARS:
+        return f"history is {header.history!r:.80}, not a request and a step."
     if len(header.milestones) > MAX_MILESTONES:
         return f"it has more than {MAX_MILESTONES} milestones."
     return None

@@ -10,18 +10,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_resume import constants
 from elastic_resume.archive.address import Address
 from elastic_resume.archive.archive import Archive, open_store
-from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
+from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry, choose_milestones
 from elastic_resume.checkpoint.catalog import MAX_ENTRIES
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import checkpoint_name, parse_checkpoint_name
 from elastic_resume.errors import UsageError
-from elastic_resume.milestone import Milestone, choose_kept
+from elastic_resume.milestone import Milestone
 
 _MAX_RUNS = 1000
 
@@ -80,12 +80,14 @@ class FoundArchive:
         found = []
         for archive in self.archives:
             entries = archive.list_checkpoints(limit) if self.version is None else self._read_version(archive)
-            kept = choose_kept((entry.version, label) for entry, label in _list_milestones(entries))
-            for entry in entries:
-                counting = tuple(
-                    label for _, label in _list_milestones([entry]) if (entry.version, label) in kept
+            headers = [entry.header for entry in entries if isinstance(entry, ArchivedCheckpoint)]
+            milestones = choose_milestones(headers)
+            found += [
+                ArchivedSource(
+                    self._place(archive, entry), archive, entry, milestones.get(entry.version or (0, 0), ())
                 )
-                found.append(ArchivedSource(self._place(archive, entry), archive, entry, counting))
+                for entry in entries
+            ]
         return found
 
     def _read_version(self, archive: Archive) -> list[ArchivedCheckpoint | BadEntry]:
@@ -98,14 +100,6 @@ class FoundArchive:
         if isinstance(entry, BadEntry):
             return run / "log" / f"{entry.number:08d}"
         return run / checkpoint_name(*entry.version)
-
-
-def _list_milestones(
-    entries: Iterable[ArchivedCheckpoint | BadEntry],
-) -> Iterator[tuple[ArchivedCheckpoint, Milestone]]:
-    for entry in entries:
-        if isinstance(entry, ArchivedCheckpoint):
-            yield from ((entry, label) for label in entry.header.milestones)
 
 
 def find_archive(address: Address) -> FoundArchive:

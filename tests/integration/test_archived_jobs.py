@@ -36,11 +36,16 @@ def make_cluster(directory: Path, names: Sequence[str], *flags: str, workers: in
         "1",
     ]
     cluster = Cluster(directory, nodes=len(names), workers_per_node=workers, flags=[*common, *flags])
+    rename_nodes(cluster, names)
+    return cluster
+
+
+def rename_nodes(cluster: Cluster, names: Sequence[str]) -> None:
+    """Give the nodes of a cluster that was not started these names."""
     for node, name in zip(cluster.nodes, names, strict=True):
         (cluster.run_dir / node.name).unlink()
         node.name, node.directory = name, node.directory.with_name(name)
         (cluster.run_dir / name).symlink_to(node.directory)
-    return cluster
 
 
 def start(cluster: Cluster, log: Path, *words: str, step_delay: float = 0.0, epochs: int = EPOCHS) -> None:

@@ -79,8 +79,7 @@ def test_further_entry_names_checkpoint_that_is_archived(archive: Archive, tmp_p
     again.add_milestones((1, 5), "1" * 16, [Milestone("best", 0.5), Milestone("a", 3.0)])
     again.add_milestones((1, 5), "2" * 16, [Milestone("a")])
     assert again.list_numbers() == [3, 2, 1], "nothing new to say is not said"
-    assert again.find_milestones((1, 5)) == (Milestone("a"), Milestone("best", 0.5))
-    assert (again.find_milestones((1, 6)), again.find_milestones((1, 7))) == ((), None)
+    assert again.list_milestones() == {(1, 5): (Milestone("a"), Milestone("best", 0.5)), (1, 6): ()}
     assert steps(again) == [5, 6]
     archive_step(archive, 7)
     assert again.prune(1) == [1, 2]
@@ -105,7 +104,7 @@ def test_second_writer_is_noticed_when_a_name_is_added(
     with pytest.raises(SecondWriterError):
         archive.add_milestones((1, 5), "1" * 16, [Milestone("a")])
     assert steps(theirs) == [6, 5]
-    assert theirs.find_milestones((1, 5)) == ()
+    assert theirs.list_milestones()[1, 5] == ()
 
 
 def test_newest_entry_names_the_greatest_of_the_log(archive: Archive, tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def test_flipped_bit_never_changes_what_is_read(offset: int, bit: int) -> None:
         ({"newest": [1, 5]}, CorruptError),
         ({"newest": [1, 5, "0"]}, CorruptError),
         ({"newest": "new"}, CorruptError),
+        ({"history": "good 1-5"}, CorruptError),
+        ({"history": 1}, CorruptError),
         ({"milestones": ["best"]}, CorruptError),
         ({"milestones": {"a/b": None}}, CorruptError),
         ({"milestones": {"a" * 65: None}}, CorruptError),
@@ -202,8 +204,15 @@ def test_prune_keeps_newest_and_milestones(
     assert entries.choose_pruned(headers, keep) == pruned
 
 
+def test_best_of_a_history_that_was_left_outdoes_no_other() -> None:
+    """It may have come from a spike of the metric."""
+    log = [(1, make_header(1, best(0.9))), (2, make_header(2, best(0.1))), (3, make_header(3, best(0.2)))]
+    log = [*log[:1], *[(number, replace(header, history="good 1-1")) for number, header in log[1:]]]
+    assert entries.choose_pruned([*log, (4, make_header(4)), (5, make_header(5))], 1) == [2, 4]
+
+
 def test_prune_counts_entries_of_one_checkpoint_once() -> None:
-    """The newest has the names of all; `keep` counts checkpoints."""
+    """The newest has the names of all; the number to keep is one of checkpoints."""
     log = [(1, make_header(1)), (2, make_header(2)), (3, make_header(1, A)), (4, make_header(3))]
     assert entries.choose_pruned(log, 2) == [1]
     assert entries.choose_pruned(log, 1) == [1, 2]
