@@ -298,7 +298,7 @@ def _find_invalid_field(header: EntryHeader) -> str | None:
     newest = header.newest
     if newest is not None and not (
         isinstance(newest, tuple)
-        and len(newest) == 3  # noqa: PLR2004  generation, step, epoch
+        and len(newest) == 3
         and all(map(_is_count, newest))
         and newest >= header.moment
     ):

@@ -164,7 +164,7 @@ def may_mean(request: str, version: tuple[int, int], names: Collection[str]) -> 
 
 
 def _is_meant(rejected: RejectedState, request: str) -> bool:
-    """Return whether the request may mean a state that cannot be loaded, or one of a tier that is not read."""
+    """Return whether the request may mean a state that cannot be loaded, or is in a tier that cannot."""
     is_tier = rejected.kind == "unreadable" and rejected.version == (0, 0)
     return is_tier or may_mean(request, rejected.version, rejected.milestones)
 

@@ -114,7 +114,7 @@ def test_job_goes_back_once_whatever_repeats_the_request(
 def test_new_nodes_go_back_to_an_archived_milestone(
     make_job: Callable[..., Job], expected: set[str], tmp_path: Path
 ) -> None:
-    """All nodes and their disks are gone. Whatever the interval, the milestone was archived, and so was the end."""
+    """All nodes and disks are gone. Whatever the interval, the milestone was archived, and so was the end."""
     env = {"ELASTIC_RESUME_ARCHIVE": str(tmp_path / "store"), "ELASTIC_RESUME_ARCHIVE_EVERY": "1h"}
     job = make_job("first", env=env)
     assert job.run(SAVES="5:good,6:best:0.5", SPIKE="12") == [0, 0, 0]

@@ -310,7 +310,7 @@ class ArchiveJudge(Judge):
                 self._start(newest, now)
 
     def _start_named(self, now: float) -> bool:
-        """Choose the oldest checkpoint for its milestones, once the first node has it too, or after a time."""
+        """Choose the oldest milestone once the first node has it too, or after a time."""
         named = self._list_held(is_named=True)
         if not named:
             self._named_at = math.inf

@@ -60,8 +60,8 @@ FIRST_PAUSE_S = 2.0
 MAX_PAUSE_S = 300.0
 LOG_REPEAT_S = 60.0
 MAX_KEPT = 2
-"""The newest checkpoints stay open beside the one that is uploaded, and the oldest of those with milestones."""
 MAX_NAMED = 4
+"""So many of the newest checkpoints, and of the oldest milestones, stay open beside what is uploaded."""
 RATE_WINDOW_S = 20.0
 DEFAULT_GRACE_S = 5.0
 LAST_UPLOAD_LIMIT_S = 3600.0
@@ -472,7 +472,7 @@ class ArchiveUploader(AgentPart):
     # ---- the end of the job ---------------------------------------------------------------------------
 
     def _list_last_named(self, archive: Archive) -> list[Path]:
-        """Return the checkpoints whose milestones are not archived, oldest first, if that is up to this node."""
+        """Return the milestones that are not archived, oldest first, if that is up to this node."""
         if self._world is None or self._world.rank != 0 or self._refusal or self._read_verdict().refusal:
             return []
         try:

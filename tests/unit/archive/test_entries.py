@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -196,9 +197,7 @@ def best(metric: float, name: str = "best") -> Milestone:
         ([(8,), (9, best(0.9)), (10, best(0.1))], 1, [8]),
     ],
 )
-def test_prune_keeps_newest_and_milestones(
-    log: list[tuple[int, *tuple[Milestone, ...]]], keep: int, pruned: list[int]
-) -> None:
+def test_prune_keeps_newest_and_milestones(log: list[tuple[Any, ...]], keep: int, pruned: list[int]) -> None:
     """One case a line: number, and milestones."""
     headers = [(number, make_header(number, *labels)) for number, *labels in reversed(log)]
     assert entries.choose_pruned(headers, keep) == pruned

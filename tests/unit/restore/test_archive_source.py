@@ -138,6 +138,12 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return CountingStore.requests
 
 
+@pytest.fixture
+def few_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start lists two entries."""
+    monkeypatch.setattr(sources_module, "MAX_LISTED_STATES", 2)
+
+
 GLANCE = [f"list {RUN}/log", f"get {RUN}/log/00000002 {MAX_HEADER_BYTES}"]
 WHOLE = [f"get {RUN}/log/0000000{number} {MAX_ENTRY_BYTES + 1}" for number in (1, 2)]
 
@@ -152,16 +158,11 @@ WHOLE = [f"get {RUN}/log/0000000{number} {MAX_ENTRY_BYTES + 1}" for number in (1
         (None, "auto", [*GLANCE, GLANCE[0], *WHOLE]),
     ],
 )
+@pytest.mark.usefixtures("archive")
 def test_start_asks_two_requests_unless_archive_has_something_newer(
-    tmp_path: Path,
-    archive: Archive,
-    requests: list[str],
-    held: tuple[int, int] | None,
-    mode: str,
-    expected: list[str],
+    tmp_path: Path, requests: list[str], held: tuple[int, int] | None, mode: str, expected: list[str]
 ) -> None:
     """A restart takes a third of a second, and one request of an object store a tenth."""
-    del archive
     (tmp_path / RUN / "x").mkdir(parents=True)
     if held:
         save_checkpoint(tmp_path / RUN / "x", *held)
@@ -205,16 +206,11 @@ def test_archive_is_listed_when_what_was_held_fails(tmp_path: Path, archive: Arc
     ("request_text", "version"),
     [("best", (3, 1)), ("latest", (3, 2)), ("1", (3, 1)), ("g3-s1", (3, 1)), ("good", (3, 2))],
 )
+@pytest.mark.usefixtures("few_are_listed")
 def test_request_to_go_back_finds_old_archived_state(
-    tmp_path: Path,
-    archive: Archive,
-    requests: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    request_text: str,
-    version: tuple[int, int],
+    tmp_path: Path, archive: Archive, requests: list[str], request_text: str, version: tuple[int, int]
 ) -> None:
     """It is beyond the newest entries; whole entries are read of what may be meant only."""
-    monkeypatch.setattr(sources_module, "MAX_LISTED_STATES", 2)
     archive.add_milestones((3, 1), "1" * 16, [Milestone("best", 2.0)])
     archive.add_milestones((3, 2), "1" * 16, [Milestone("best", 1.0), Milestone("good")])
     for step in range(3, 7):

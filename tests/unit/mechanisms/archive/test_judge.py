@@ -157,7 +157,7 @@ NAMES = replace(HOLDS, held=(HELD, NAMED))
 
 
 def test_milestones_are_archived_at_once_the_oldest_first() -> None:
-    """Nothing else is due, and a newer checkpoint is archived. What is uploaded then is over when it is done."""
+    """Nothing else is due, and a newer checkpoint is archived, so the upload is over when a node says so."""
     leader = Leader("a", last=ArchiveVerdict(archived=ArchivedVersion(1, 20), age_s=0.0))
     also = replace(NAMED, step=7)
     verdict = leader.hear(a=replace(NAMES, held=(HELD, also, NAMED)))
