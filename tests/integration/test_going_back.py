@@ -130,6 +130,10 @@ def test_new_nodes_go_back_to_an_archived_milestone(
     (resumed, *_) = job.cluster.events("resume")
     assert resumed["source_tier"] == "archive"
     assert archive.find_newest() == (2, 20, 2)
+    # Now the nodes hold the newest, and the first one, which reads the archive, has no flag.
+    assert job.run({1: ["--resume-from", "g1-s6"]}) == [0, 0, 0], job.cluster.output(0)
+    assert job.ends == expected
+    assert job.starts[-1] == (6, "g000001-s0000000006")
 
 
 POINTS = (

@@ -230,9 +230,8 @@ def test_name_that_comes_within_the_upload_is_in_the_entry(tmp_path: Path) -> No
 def test_milestones_of_an_earlier_start_are_archived(tmp_path: Path) -> None:
     """The agent may have ended before; and the last ones are archived at the end of the job."""
     job = Job(tmp_path, "a")
-    name(job, 3, Milestone("good"))
     (node,) = job.nodes
-    node.part._committed.clear()
+    Catalog(node.directory, RUN).add_milestone(save_checkpoint(node.directory, 1, 3), Milestone("good"))
     job.work(rounds=20)
     assert read_names(job) == {3: {"good"}}
     name(job, 5, Milestone("other"))
