@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -23,9 +24,11 @@ from elastic_resume.archive.entries import (
     Attempt,
     BadEntry,
     EntryHeader,
+    Moment,
 )
 from elastic_resume.archive.store import Store
 from elastic_resume.checkpoint.layout import MAX_HEADER_BYTES, Layout
+from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.errors import (
     ArchiveError,
@@ -36,6 +39,7 @@ from elastic_resume.errors import (
     TornError,
     UnreadableError,
 )
+from elastic_resume.milestone import Milestone, Version
 
 MAX_EVENTS_BYTES = 64 << 20
 _THREADS = 8  # requests in flight
@@ -149,17 +153,51 @@ class Archive:
                 raise TornError("does not exist any more.")
             return entries.parse_entry(number, data, self.run_id)
 
-    def find_numbers(self, version: tuple[int, int]) -> list[int]:
-        """Return the numbers of the entries of (generation, step), newest first; raise ArchiveError."""
-        headers = self._read_headers(self.list_numbers())
+    def find_newest(self) -> Moment | None:
+        """Return the greatest (generation, step, epoch) in the log, with two requests.
+
+        It is zeros without any entry, and None if only all entries together can tell.
+
+        Raises:
+            ArchiveError: the log cannot be listed or read.
+
+        """
+        numbers = self.list_numbers()
+        if not numbers:
+            return (0, 0, 0)
+        with contextlib.suppress(CheckpointError):
+            header = self._read_header(numbers[0])
+            return header.newest if header is not None else None
+        return None
+
+    def find_numbers(self, is_wanted: Callable[[EntryHeader], bool]) -> list[int]:
+        """Return the numbers of the checkpoints that are wanted, newest first; raise ArchiveError."""
+        headers = sorted(self._read_headers(self.list_numbers()).items())
+        current = {header.parts: number for number, header in headers if header is not None}
         return [
-            number
-            for number, header in headers.items()
-            if header is not None and entries.parse_attempt_id(header.attempt) == version
+            n
+            for n, header in reversed(headers)
+            if header and current[header.parts] == n and is_wanted(header)
         ]
 
+    def list_milestones(self) -> dict[Version, tuple[Milestone, ...]]:
+        """Return the milestones of each archived (generation, step); raise ArchiveError."""
+        headers = sorted(self._read_headers(self.list_numbers()).items())
+        return {header.version: header.milestones for _, header in headers if header is not None}
+
     def list_checkpoints(self, limit: int) -> list[ArchivedCheckpoint | BadEntry]:
-        """Return the newest ``limit`` entries, newest first; those deleted meanwhile are left out.
+        """Return the checkpoints of the newest ``limit`` entries, newest first.
+
+        Raises:
+            ArchiveError: the log cannot be listed.
+
+        """
+        return self.read_checkpoints(self.list_numbers()[:limit])
+
+    def read_checkpoints(self, numbers: Iterable[int]) -> list[ArchivedCheckpoint | BadEntry]:
+        """Read these entries, newest first; those deleted meanwhile are left out.
+
+        Of the entries of one checkpoint the newest counts, which has the milestones of the others.
 
         Raises:
             ArchiveError: the log cannot be listed.
@@ -170,15 +208,19 @@ class Archive:
             try:
                 return self.read_entry(number)
             except CheckpointError as error:
-                return BadEntry(number, error, self._find_version(number))
+                return self._describe_bad_entry(number, error)
 
-        numbers = self.list_numbers()[:limit]
         with ThreadPoolExecutor(_THREADS, "elastic-resume-archive") as threads:
-            found = list(threads.map(read, numbers))
+            found = list(threads.map(read, sorted(numbers, reverse=True)))
         if any(isinstance(entry, BadEntry) and isinstance(entry.error, TornError) for entry in found):
             remaining = set(self.list_numbers())
             found = [entry for entry in found if entry.number in remaining]
-        return found
+        parts = [entry.header.parts if isinstance(entry, ArchivedCheckpoint) else None for entry in found]
+        return [
+            entry
+            for index, entry in enumerate(found)
+            if parts[index] is None or parts.index(parts[index]) == index
+        ]
 
     def read_blocks(self, archived: ArchivedCheckpoint, first: int, count: int, into: memoryview) -> None:
         """Fill ``into`` with ``count`` verified blocks of the image, beginning with block ``first``.
@@ -196,12 +238,16 @@ class Archive:
             offset = (index - first) * manifest.block_bytes
             self._read_block(archived, index, into[offset : offset + manifest.block_bytes])
 
-    def _find_version(self, number: int) -> tuple[int, int] | None:
-        """Return the version of an entry that cannot be read otherwise."""
+    def _describe_bad_entry(self, number: int, error: CheckpointError) -> BadEntry:
+        """Return what can be known of an entry that cannot be read."""
+        version: Version | None = None
+        names: tuple[str, ...] = ()
         with contextlib.suppress(ArchiveError, CheckpointError):
             data = self._store.get_range(self._entry_name(number), 0, entries.MAX_HEADER_BYTES)
-            return None if data is None else entries.find_version(data)
-        return None
+            if data is not None:
+                version = entries.find_version(data)
+                names = entries.parse_header(data)[0].names
+        return BadEntry(number, error, version, names)
 
     def read_image(
         self,
@@ -236,7 +282,7 @@ class Archive:
                 on_verified(verified)
         finally:
             pool.shutdown(cancel_futures=True)
-        with self._translate_errors(archived.attempt):
+        with self._translate_errors(archived.header.parts):
             Layout.parse(image, manifest.file_bytes)
         return image
 
@@ -259,14 +305,14 @@ class Archive:
                 if len(header) < MAX_HEADER_BYTES:
                     header += batch
                 on_verified(start + len(batch))
-        with self._translate_errors(archived.attempt):
+        with self._translate_errors(archived.header.parts):
             Layout.parse(header, manifest.file_bytes)
 
     def _read_block(self, archived: ArchivedCheckpoint, index: int, into: memoryview) -> None:
         """Read one block. Read it again before it counts as damaged: the network may have done it."""
-        part, offset = divmod(index * archived.manifest.block_bytes, archived.part_bytes)
-        name = self._part_name(archived.attempt, part)
-        with self._translate_errors(f"part {part} of {archived.attempt}"):
+        part, offset = divmod(index * archived.manifest.block_bytes, archived.header.part_bytes)
+        name = self._part_name(archived.header.parts, part)
+        with self._translate_errors(f"part {part} of {archived.header.parts}"):
             for is_last_try in (False, True):
                 try:
                     into[:] = self._get_block(name, offset, len(into), archived.manifest.blocks[index])
@@ -288,16 +334,40 @@ class Archive:
 
     # ---- writing ---------------------------------------------------------------------------------------
 
-    def begin(self, version: tuple[int, int], nonce: str) -> Attempt | None:
+    def begin(self, version: Version, nonce: str) -> Attempt | None:
         """Begin an attempt to archive ``version``, whose number is fixed now; None if it is archived already.
 
         ``nonce`` makes its id unique: 8 to 32 random hexadecimal digits. Nothing is written.
         """
         numbers = self.list_numbers()
         has_parts = any(entries.parse_attempt_id(name) == version for name in self.list_attempts())
-        if has_parts and self.find_numbers(version):
+        if has_parts and version in self.list_milestones():
             return None
         return Attempt(max(numbers, default=0) + 1, entries.make_attempt_id(version, nonce), version)
+
+    def add_milestones(self, version: Version, nonce: str, milestones: Iterable[Milestone]) -> None:
+        """Name a checkpoint that is archived already: entries never change, so a further one is put.
+
+        Raises:
+            SecondWriterError: see `commit`.
+            CheckpointError: its entry cannot be read.
+
+        """
+        newest = max(self.list_numbers(), default=0)
+        with self._translate_errors(f"the entry of step {version[1]}"):
+            numbers = self.find_numbers(lambda header: header.version == version)
+            if not numbers:
+                raise TornError("does not exist any more.")
+            header = self._headers[numbers[0]]
+            if (merged := entries.merge_milestones(header.milestones, milestones)) == header.milestones:
+                return
+            data = self._store.get_range(self._entry_name(numbers[0]), 0, entries.MAX_ENTRY_BYTES + 1)
+            if data is None:
+                raise TornError("does not exist any more.")
+            entries.parse_entry(numbers[0], data, self.run_id)
+        manifest_bytes = bytes(data[entries.parse_header(data)[1] :])
+        attempt = Attempt(newest + 1, entries.make_attempt_id(version, nonce), version)
+        self._put(attempt, replace(header, attempt=attempt.id, milestones=merged), manifest_bytes)
 
     def put_part(self, attempt_id: str, index: int, data: memoryview) -> None:
         """Store part ``index`` of an attempt; to store it twice is harmless."""
@@ -309,8 +379,7 @@ class Archive:
         attempt: Attempt,
         manifest_bytes: bytes,
         part_bytes: int,
-        milestone: str | None = None,
-        metric: float | None = None,
+        milestones: Iterable[Milestone] = (),
     ) -> None:
         """Make the attempt an archived checkpoint; all its parts must be stored.
 
@@ -318,15 +387,27 @@ class Archive:
             SecondWriterError: another attempt has its number. This job must archive no more.
 
         """
-        header = EntryHeader(attempt.id, part_bytes, milestone, metric)
-        data = entries.encode_header(header) + manifest_bytes
+        manifest = Manifest.parse(manifest_bytes)
+        labels = entries.merge_milestones((), milestones)
+        history = entries.describe_history(manifest)
+        header = EntryHeader(
+            attempt.id, part_bytes, attempt.id, manifest.position.epoch, None, labels, history
+        )
+        self._put(attempt, header, manifest_bytes)
+
+    def _put(self, attempt: Attempt, header: EntryHeader, manifest_bytes: bytes) -> None:
+        """Put an entry under the attempt's number, if there is none."""
+        others = self._read_headers(self.list_numbers()).values()
+        moments = [other.moment for other in others if other is not None]
+        newest = max([*moments, header.moment]) if len(moments) == len(others) else None
+        data = entries.encode_header(replace(header, newest=newest)) + manifest_bytes
         failpoints.hit("archive.before-entry")
         for pause_s in _CONFLICT_PAUSES_S:
             if self._put_entry(attempt.number, data):
                 break
             winner = self._read_header(attempt.number)
-            if winner == header:  # the answer to an earlier request was lost
-                break
+            if winner is not None and winner.attempt == attempt.id:
+                break  # the answer to an earlier request was lost
             if winner is not None:
                 raise self._second_writer(attempt.number, winner.attempt)
             time.sleep(pause_s)  # another request for this name is in progress
@@ -335,9 +416,9 @@ class Archive:
                 f"{self.description}: entry {attempt.number} is neither there nor accepted; try again later."
             )
         failpoints.hit("archive.after-entry")
-        newest = self.list_numbers()[0]
-        if newest > attempt.number:
-            raise self._second_writer(newest, "")
+        newest_number = self.list_numbers()[0]
+        if newest_number > attempt.number:
+            raise self._second_writer(newest_number, "")
 
     def list_attempts(self) -> list[str]:
         """Return the ids of all attempts of which there are parts, also unfinished ones."""
@@ -357,7 +438,7 @@ class Archive:
         headers = self._read_headers(self.list_numbers())
         if None in headers.values():
             return []  # an entry that cannot be read may name any of them
-        named = {header.attempt for header in headers.values() if header is not None}
+        named = {header.parts for header in headers.values() if header is not None}
         removed = [attempt_id for attempt_id in candidates if attempt_id not in named]
         for attempt_id in removed:
             self._delete_attempt(attempt_id)
@@ -371,12 +452,13 @@ class Archive:
         headers = self._read_headers(self.list_numbers())
         readable = [(number, header) for number, header in headers.items() if header is not None]
         pruned = entries.choose_pruned(readable, keep)
+        named = {header.parts for number, header in readable if number not in pruned}
         for number in pruned:
             self._store.delete(self._entry_name(number))
             failpoints.hit("archive.entry-pruned")
             header = headers[number]
-            if header is not None:
-                self._delete_attempt(header.attempt)
+            if header is not None and header.parts not in named:
+                self._delete_attempt(header.parts)
         return pruned
 
     def put_events(self, node: str, data: bytes) -> None:

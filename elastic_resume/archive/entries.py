@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from elastic_resume import milestone
 from elastic_resume.checkpoint.json_codec import reject_constant
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from elastic_resume.checkpoint.reader import checkpoint_name, parse_checkpoint_name
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
+from elastic_resume.milestone import Milestone
 
 FORMAT_VERSION = 1
 KIND = "elastic_resume archived checkpoint"
@@ -25,9 +27,13 @@ MIN_PART_BYTES = 64 << 20
 MAX_PART_BYTES = 4 << 30  # a store takes at most 5 GB in one request
 MAX_PARTS = 1000  # more than this only if parts would be greater than MAX_PART_BYTES
 MAX_NUMBER = 99_999_999
+MAX_HISTORY_CHARS = 128
+MAX_MILESTONES = 32  # of one entry: its first line has a limit
 _NUMBER = re.compile(r"[0-9]{8}")
 _ATTEMPT = re.compile(r"(g\d{6,16}-s\d{10,16})-[0-9a-f]{8,32}")
-_MILESTONE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+Moment = tuple[int, int, int]
+"""(generation, step, epoch), by which checkpoints are ordered: an epoch's last step may be saved twice."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +64,45 @@ class Attempt:
 
 @dataclass(frozen=True)
 class EntryHeader:
-    """What an entry says beside the manifest. ``metric``: the greatest is the best of a milestone's name."""
+    """What an entry says beside the manifest.
+
+    ``parts`` is the attempt that has stored the bytes. It is another one than ``attempt`` if the entry only
+    adds milestones to a checkpoint that is archived already; then it has the earlier milestones too.
+    Entries with an equal ``history`` have gone back with the same `--resume-from`, or never.
+    ``newest`` is the greatest of all entries when this one was put, itself included, so that a reader need
+    not read them all; None if one of them cannot be read.
+    """
 
     attempt: str
     part_bytes: int
-    milestone: str | None = None
-    metric: float | None = None
+    parts: str
+    epoch: int
+    newest: Moment | None
+    milestones: tuple[Milestone, ...] = ()
+    history: str = ""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """(generation, step), by which checkpoints are ordered."""
+        return parse_attempt_id(self.attempt) or (0, 0)
+
+    @property
+    def moment(self) -> Moment:
+        """(generation, step, epoch)."""
+        return (*self.version, self.epoch)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the milestones."""
+        return tuple(label.name for label in self.milestones)
 
 
 @dataclass(frozen=True)
 class ArchivedCheckpoint:
-    """An entry of the log: the checkpoint's manifest, and where the bytes of its image are."""
+    """An entry of the log, with the checkpoint's manifest."""
 
     number: int
-    attempt: str
-    part_bytes: int
-    milestone: str | None
-    metric: float | None
+    header: EntryHeader
     manifest: Manifest
 
     @property
@@ -85,11 +113,12 @@ class ArchivedCheckpoint:
 
 @dataclass(frozen=True)
 class BadEntry:
-    """An entry of the log that cannot be read, and why; and the version of its attempt, if it is known."""
+    """An entry of the log that cannot be read, and why; version and milestones as far as they are known."""
 
     number: int
     error: CheckpointError
     version: tuple[int, int] | None = None
+    milestones: tuple[str, ...] = ()
 
 
 def make_attempt_id(version: tuple[int, int], nonce: str) -> str:
@@ -126,12 +155,22 @@ def choose_part_bytes(file_bytes: int, block_bytes: int) -> int:
     return blocks * block_bytes
 
 
+def merge_milestones(known: Iterable[Milestone], more: Iterable[Milestone]) -> tuple[Milestone, ...]:
+    """Return the milestones of an entry that adds ``more``, without those whose names are known."""
+    merged = {label.name: label for label in known}
+    for label in sorted(more, key=lambda label: label.name):
+        if len(merged) < MAX_MILESTONES and milestone.is_name(label.name):
+            merged.setdefault(label.name, label)
+    return tuple(merged.values())
+
+
 def encode_header(header: EntryHeader) -> bytes:
     """Encode the first line of an entry; raise ValueError if a field is out of range."""
-    record = {"kind": KIND, "format": FORMAT_VERSION, **asdict(header)}
     invalid = _find_invalid_field(header)
     if invalid:
         raise ValueError(invalid)
+    milestones = {label.name: label.metric for label in header.milestones}
+    record = {"kind": KIND, "format": FORMAT_VERSION, **asdict(header), "milestones": milestones}
     return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
@@ -161,9 +200,9 @@ def parse_header(data: bytes | memoryview) -> tuple[EntryHeader, int]:
             "upgrade it to load this."
         )
     try:
-        header = EntryHeader(**record)
-    except TypeError as error:
-        raise CorruptError(f"entry: a field is missing or unknown ({error}).") from error
+        header = _make_header(**record)
+    except (TypeError, AttributeError) as error:
+        raise CorruptError(f"entry: a field is missing, unknown or of a wrong type ({error}).") from error
     invalid = _find_invalid_field(header)
     if type(number) is not int or number < 1 or invalid:
         raise CorruptError(f"entry: {invalid or f'impossible format {number!r}.'}")
@@ -183,47 +222,102 @@ def parse_entry(number: int, data: memoryview, run_id: str | None) -> ArchivedCh
     manifest = Manifest.parse(bytes(data[size:]))
     if parse_attempt_id(header.attempt) != manifest.version:
         raise CorruptError(f"entry: its manifest is not of the attempt {header.attempt}.")
+    if header.history != describe_history(manifest):
+        raise CorruptError(f"entry: its history is {header.history!r:.120}, and its manifest's another one.")
+    if header.epoch != manifest.position.epoch:
+        raise CorruptError(
+            f"entry: its epoch is {header.epoch}, and its manifest's {manifest.position.epoch}."
+        )
     if header.part_bytes % manifest.block_bytes:
         raise CorruptError(
             f"entry: parts of {header.part_bytes} bytes are no whole blocks of {manifest.block_bytes}."
         )
     if run_id is not None and manifest.run_id != run_id:
         raise ForeignError(f"belongs to the run {manifest.run_id!r}, not to {run_id!r}.")
-    return ArchivedCheckpoint(
-        number, header.attempt, header.part_bytes, header.milestone, header.metric, manifest
-    )
+    return ArchivedCheckpoint(number, header, manifest)
+
+
+def describe_history(manifest: Manifest) -> str:
+    """Return the request with which a state's history has gone back, and to what; "" if it never has."""
+    if not manifest.resume_from:
+        return ""
+    return f"{manifest.resume_from} {'-'.join(map(str, manifest.went_back_to))}"
+
+
+def choose_milestones(headers: Iterable[EntryHeader]) -> dict[tuple[int, int], tuple[Milestone, ...]]:
+    """Return the milestones that count, by version: as `milestone.choose_kept` says of each history.
+
+    The best of a history that was left, as after a loss spike, must not outdo that of the next one.
+    """
+    by_history: dict[str, list[EntryHeader]] = {}
+    for header in headers:
+        by_history.setdefault(header.history, []).append(header)
+    counting = {}
+    for same in by_history.values():
+        kept = milestone.choose_kept(
+            (header.version, label) for header in same for label in header.milestones
+        )
+        for header in same:
+            labels = tuple(label for label in header.milestones if (header.version, label) in kept)
+            if labels:
+                counting[header.version] = labels
+    return counting
 
 
 def choose_pruned(headers: Iterable[tuple[int, EntryHeader]], keep: int) -> list[int]:
     """Return the numbers to delete: all but milestones and the newest ``keep`` of the others, at least 1.
 
-    Every milestone without a metric stays; of those of one name with a metric, the best stays, and of equal
-    ones the newest. So the greatest number always stays.
+    Of the entries of one checkpoint the newest counts.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: the newest checkpoint must stay, since its number leads to the next")
     entries = sorted(headers)
-    best: dict[str, tuple[float, int]] = {}
-    milestones = set()
-    for number, header in entries:
-        if header.milestone is not None and header.metric is None:
-            milestones.add(number)
-        elif header.milestone is not None and header.metric is not None:
-            best[header.milestone] = max(best.get(header.milestone, (-math.inf, 0)), (header.metric, number))
-    milestones |= {number for _, number in best.values()}
-    ordinary = [number for number, _ in entries if number not in milestones]
-    kept = milestones | set(ordinary[max(0, len(ordinary) - keep) :])
+    current = {header.parts: (number, header) for number, header in entries}.values()
+    counting = choose_milestones(header for _, header in current)
+    milestones = {number for number, header in current if header.version in counting}
+    ordinary = sorted(number for number, _ in current if number not in milestones)
+    kept = milestones | set(ordinary[max(0, len(ordinary) - keep) :]) | {number for number, _ in entries[-1:]}
     return [number for number, _ in entries if number not in kept]
 
 
+def _make_header(milestones: dict[str, float | None], newest: Any, **fields: Any) -> EntryHeader:
+    labels = tuple(Milestone(name, metric) for name, metric in milestones.items())
+    return EntryHeader(
+        **fields, newest=tuple(newest) if isinstance(newest, list) else newest, milestones=labels
+    )
+
+
 def _find_invalid_field(header: EntryHeader) -> str | None:
-    if not isinstance(header.attempt, str) or parse_attempt_id(header.attempt) is None:
-        return f"attempt is {header.attempt!r:.80}, not an id."
+    for name, attempt in (("attempt", header.attempt), ("parts", header.parts)):
+        if not isinstance(attempt, str) or parse_attempt_id(attempt) is None:
+            return f"{name} is {attempt!r:.80}, not an id."
+    if parse_attempt_id(header.parts) != header.version:
+        return f"parts is {header.parts!r:.80}, of another step than the attempt."
     if type(header.part_bytes) is not int or not 0 < header.part_bytes < 1 << 53:
         return f"part_bytes is {header.part_bytes!r:.80}, not a size."
-    milestone, metric = header.milestone, header.metric
-    if milestone is not None and not (isinstance(milestone, str) and _MILESTONE.fullmatch(milestone)):
-        return f"milestone is {milestone!r:.80}, not a name."
-    if metric is not None and (type(metric) not in {int, float} or not math.isfinite(metric)):
-        return f"metric is {metric!r:.80}, not a finite number."
+    if not _is_count(header.epoch):
+        return f"epoch is {header.epoch!r:.80}, not a number."
+    newest = header.newest
+    if newest is not None and not (
+        isinstance(newest, tuple)
+        and len(newest) == 3
+        and all(map(_is_count, newest))
+        and newest >= header.moment
+    ):
+        return f"newest is {newest!r:.80}, not that of a log with this entry."
+    for label in header.milestones:
+        if not milestone.is_name(label.name):
+            return f"a milestone is {label.name!r:.80}, not a name."
+        if label.metric is not None and (
+            type(label.metric) not in {int, float} or not math.isfinite(label.metric)
+        ):
+            return f"a metric is {label.metric!r:.80}, not a finite number."
+    if not isinstance(header.history, str) or len(header.history) > MAX_HISTORY_CHARS:
+        return f"history is {header.history!r:.80}, not a request and a step."
+    if len(header.milestones) > MAX_MILESTONES:
+        return f"it has more than {MAX_MILESTONES} milestones."
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53

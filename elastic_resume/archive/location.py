@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from elastic_resume import constants
 from elastic_resume.archive.address import Address
 from elastic_resume.archive.archive import Archive, open_store
-from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
+from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry, choose_milestones
 from elastic_resume.checkpoint.catalog import MAX_ENTRIES
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import checkpoint_name, parse_checkpoint_name
-from elastic_resume.errors import CheckpointError, UsageError
+from elastic_resume.errors import UsageError
+from elastic_resume.milestone import Milestone
 
 _MAX_RUNS = 1000
 
@@ -32,6 +33,8 @@ class ArchivedSource:
     place: Address
     archive: Archive
     entry: ArchivedCheckpoint | BadEntry
+    milestones: tuple[Milestone, ...] = ()
+    """Those that count among all that were listed."""
 
     def read_manifest(self) -> Manifest:
         """See base class."""
@@ -76,13 +79,19 @@ class FoundArchive:
         """Return the newest ``limit`` checkpoints of each run, newest first; raise ArchiveError."""
         found = []
         for archive in self.archives:
-            entries = (
-                archive.list_checkpoints(limit)
-                if self.version is None
-                else _read_entries(archive, self.version)
-            )
-            found += [ArchivedSource(self._place(archive, entry), archive, entry) for entry in entries]
+            entries = archive.list_checkpoints(limit) if self.version is None else self._read_version(archive)
+            headers = [entry.header for entry in entries if isinstance(entry, ArchivedCheckpoint)]
+            milestones = choose_milestones(headers)
+            found += [
+                ArchivedSource(
+                    self._place(archive, entry), archive, entry, milestones.get(entry.version or (0, 0), ())
+                )
+                for entry in entries
+            ]
         return found
+
+    def _read_version(self, archive: Archive) -> list[ArchivedCheckpoint | BadEntry]:
+        return archive.read_checkpoints(archive.find_numbers(lambda header: header.version == self.version))
 
     def _place(self, archive: Archive, entry: ArchivedCheckpoint | BadEntry) -> Address:
         if self.level == "checkpoint":
@@ -91,16 +100,6 @@ class FoundArchive:
         if isinstance(entry, BadEntry):
             return run / "log" / f"{entry.number:08d}"
         return run / checkpoint_name(*entry.version)
-
-
-def _read_entries(archive: Archive, version: tuple[int, int]) -> list[ArchivedCheckpoint | BadEntry]:
-    entries: list[ArchivedCheckpoint | BadEntry] = []
-    for number in archive.find_numbers(version):
-        try:
-            entries.append(archive.read_entry(number))
-        except CheckpointError as error:
-            entries.append(BadEntry(number, error))
-    return entries
 
 
 def find_archive(address: Address) -> FoundArchive:

@@ -11,7 +11,7 @@ history that are newer than where it went back to never count again (`is_abandon
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from elastic_resume import milestone
@@ -58,7 +58,7 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     if not request:
         return plan
     newest = plan.saved_state_for(plan.source_node)
-    if newest is not None and newest.resume_from == request:
+    if _is_done(plan, request):
         return replace(plan, request=request)
     states = [state for node in inventories for state in node.saved_states]
     if newest is not None and milestone.parse_version(request) is None:  # a checkpoint's name means just it
@@ -66,11 +66,10 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     chosen = _find_state(states, request)
     if chosen is None:
         raise _make_missing_error(inventories, states, request)
-    moment = chosen.version, chosen.epoch
     earlier = [
         replace(
             each,
-            saved_states=tuple(s for s in each.saved_states if (s.version, s.epoch) == moment),
+            saved_states=tuple(s for s in each.saved_states if s.moment == chosen.moment),
             rejected=(),
         )
         for each in inventories
@@ -94,6 +93,18 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
         resume_from=request,
         went_back_to=chosen.version,
     )
+
+
+def find_due_request(inventories: Sequence[Inventory], mode: str) -> str:
+    """Return the request that `plan_resume` is about to do, or ""; errors as there."""
+    request = _find_request(inventories)
+    is_due = request and not _is_done(resume_plan.choose_resume_plan(inventories, mode), request)
+    return request if is_due else ""
+
+
+def _is_done(plan: ResumePlan, request: str) -> bool:
+    newest = plan.saved_state_for(plan.source_node)
+    return newest is not None and newest.resume_from == request
 
 
 def is_abandoned(state: SavedState, newer: SavedState | ResumePlan) -> bool:
@@ -128,13 +139,13 @@ def _find_state(states: Sequence[SavedState], request: str) -> SavedState | None
     step, version = milestone.parse_step(request), milestone.parse_version(request)
     if step is not None or version is not None:
         named = [state for state in states if step == state.step or version == state.version]
-        return max(named, key=lambda state: (state.version, state.epoch), default=None)
+        return max(named, key=lambda state: state.moment, default=None)
     found = [
         (-math.inf if label.metric is None or request == LATEST else label.metric, state)
         for state, label in _list_milestones(states)
         if request in {LATEST, label.name}
     ]
-    best = max(found, key=lambda one: (one[0], one[1].version, one[1].epoch), default=None)
+    best = max(found, key=lambda one: (one[0], one[1].moment), default=None)
     return best[1] if best is not None else None
 
 
@@ -144,13 +155,18 @@ def _list_milestones(states: Sequence[SavedState]) -> list[tuple[SavedState, Mil
     return [(s, label) for s in states for label in s.milestones if (s.version, label) in kept]
 
 
-def _is_meant(rejected: RejectedState, request: str) -> bool:
-    """Return whether the request may mean a state that cannot be loaded."""
-    step, version = milestone.parse_step(request), milestone.parse_version(request)
-    if step is not None or version is not None:
-        return step == rejected.version[1] or version == rejected.version
-    names = rejected.milestones
+def may_mean(request: str, version: tuple[int, int], names: Collection[str]) -> bool:
+    """Return whether the request may mean a state of this version, with milestones of these names."""
+    step, wanted = milestone.parse_step(request), milestone.parse_version(request)
+    if step is not None or wanted is not None:
+        return step == version[1] or wanted == version
     return bool(names) if request == LATEST else request in names
+
+
+def _is_meant(rejected: RejectedState, request: str) -> bool:
+    """Return whether the request may mean a state that cannot be loaded, or is in a tier that cannot."""
+    is_tier = rejected.kind == "unreadable" and rejected.version == (0, 0)
+    return is_tier or may_mean(request, rejected.version, rejected.milestones)
 
 
 def _make_missing_error(

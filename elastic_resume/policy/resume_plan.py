@@ -54,6 +54,11 @@ class SavedState:
         """Return the key that orders saved states: (generation, step)."""
         return (self.generation, self.step)
 
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """Return (generation, step, epoch): the version, and which of two at an epoch's last step."""
+        return (*self.version, self.epoch)
+
 
 @dataclass(frozen=True)
 class RejectedState:
@@ -242,10 +247,10 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
 
 
 def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
-    newest = max((state.version, state.epoch) for node in nodes for state in node.saved_states)
+    newest = max(state.moment for node in nodes for state in node.saved_states)
     held: dict[str, SavedState] = {}
     for node in nodes:
-        same = [state for state in node.saved_states if (state.version, state.epoch) == newest]
+        same = [state for state in node.saved_states if state.moment == newest]
         if same:
             held[node.node] = min(
                 same,
@@ -267,10 +272,10 @@ def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
     )
     return ResumePlan(
         "resumed",
-        step=newest[0][1],
+        step=newest[1],
         source_node=source.node,
         source_rank=source.local_leader_rank,
-        source_generation=newest[0][0],
+        source_generation=newest[0],
         holders=tuple(held.items()),
         receiving_nodes=tuple(node.node for node in nodes if node.node not in held),
         resume_from=held[source.node].resume_from,
@@ -319,6 +324,16 @@ def _refuse_to_start_over(nodes: Sequence[Inventory]) -> None:
 def _list_rejected(rejected: Sequence[RejectedState]) -> str:
     shown = "; ".join(f"{r.node}/{r.name}: {r.reason}" for r in rejected[:4])
     return f"{shown}; and {len(rejected) - 4} more" if len(rejected) > 4 else shown
+
+
+def add_states(inventory: Inventory, more: Inventory) -> Inventory:
+    """Return the inventory of a node with ``more``, which it has listed later."""
+    return replace(
+        inventory,
+        saved_states=(*inventory.saved_states, *more.saved_states),
+        rejected=(*inventory.rejected, *more.rejected),
+        generation=max(inventory.generation, more.generation),
+    )
 
 
 def reject_saved_state(

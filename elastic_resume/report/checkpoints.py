@@ -320,6 +320,7 @@ def _check_archived(source: ArchivedSource, deep: bool) -> CheckpointEntry:
         world_size=manifest.world_size,
         bytes=manifest.file_bytes,
         written_at=manifest.written_at,
+        milestones=source.milestones,
     )
 
 

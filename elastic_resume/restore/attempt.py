@@ -58,7 +58,7 @@ from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, ResumePlan, SavedState
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import transfer
-from elastic_resume.restore.sources import OpenedState, list_sources, open_for_peers
+from elastic_resume.restore.sources import OpenedState, StateSource, list_sources, open_for_peers
 from elastic_resume.restore.streaming import (
     BackgroundTask,
     LocalWatermark,
@@ -200,12 +200,13 @@ class RestoreAttempt:
         plan: ResumePlan,
         slot_client: SlotClient | None,
         tensor_pool: TensorPool | None = None,
+        sources: Mapping[str, StateSource] | None = None,
     ) -> None:
         self._context = context
         self._plan = plan
         self._slot_client = slot_client
         self._tensor_pool = tensor_pool or TensorPool()
-        self._sources = list_sources(context, slot_client)
+        self._sources = sources or list_sources(context, slot_client)
         self._saved_state = plan.saved_state_for(context.node)  # None: this node receives the state
         self._tasks: list[BackgroundTask] = []
         self._errors: list[ElasticResumeError] = []  # of this rank, reported when all ranks have loaded

@@ -57,7 +57,12 @@ from elastic_resume.restore.replica_check import (
     log_own_state,
     may_differ,
 )
-from elastic_resume.restore.sources import StateSource, list_sources, take_inventory
+from elastic_resume.restore.sources import (
+    StateSource,
+    list_sources,
+    take_further_inventory,
+    take_inventory,
+)
 from elastic_resume.restore.warm_memory import TensorPool, count_state_tensors
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
@@ -138,6 +143,9 @@ def restore(
     inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]
     failpoints.hit("resume.planned")
     while True:
+        request = going_back.find_due_request(inventories, context.settings.resume)
+        if request:
+            inventories = _list_more(context, sources, inventories, request)
         plan = proof.plan_resume(inventories, context.settings.resume, context.collectives.size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
@@ -146,7 +154,7 @@ def restore(
             loaded = None
             break
         try:
-            loaded, failures = RestoreAttempt(context, plan, slot_client, tensor_pool).run(tracked)
+            loaded, failures = RestoreAttempt(context, plan, slot_client, tensor_pool, sources).run(tracked)
             if loaded is not None:
                 flat, failures = _find_unlike_states(context, plan, tracked)
         except (MismatchError, DivergenceError, OtherRankFailedError):
@@ -159,6 +167,7 @@ def restore(
             loaded.publish_slot(slot_client)
             break
         inventories = _exclude_failed_states(context, plan, sources, inventories, failures)
+        inventories = _list_more(context, sources, inventories)
     failpoints.hit("resume.loaded")
     on_disk = loaded is not None and loaded.opened is not None and loaded.opened.on_disk
     on_disk = _record_generation(context, node_dir, plan.generation, on_disk=on_disk)
@@ -251,6 +260,24 @@ def _parse_inventory(encoded: Any) -> Inventory:
             f"a node's inventory cannot be read ({error}): do all nodes run the same elastic_resume?"
         ) from error
     return inventory
+
+
+def _list_more(
+    context: RankContext,
+    sources: Mapping[str, StateSource],
+    inventories: list[Inventory],
+    request: str = "",
+) -> list[Inventory]:
+    """Add what nodes have left out of their inventories, because newer states were there."""
+
+    def list_own() -> tuple[None, Any]:
+        if not context.is_local_leader:
+            return None, None
+        return None, reasons.to_json(take_further_inventory(context, sources, request))
+
+    _, gathered = context.run_and_gather(list_own)
+    more_by_node = {each.node: each for each in map(_parse_inventory, filter(None, gathered))}
+    return [resume_plan.add_states(each, more_by_node[each.node]) for each in inventories]
 
 
 def _check_disk_space(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic_resume.archive.archive import Archive, open_archive
-from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
+from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry, Moment
 from elastic_resume.checkpoint import node_dir, reader
 from elastic_resume.checkpoint.catalog import (
     MAX_ENTRIES,
@@ -36,6 +36,7 @@ from elastic_resume.errors import (
     NewerFormatError,
     UnreadableError,
 )
+from elastic_resume.policy import going_back
 from elastic_resume.policy.resume_plan import (
     ARCHIVE,
     ASIDE,
@@ -90,8 +91,14 @@ class StateSource(Protocol):
 
     tier: str
 
-    def list_states(self) -> Listing:
-        """List the states, on a local leader."""
+    def list_states(self, held: Sequence[SavedState] = ()) -> Listing:
+        """List the states, on a local leader; ``held`` are those of the tiers before this one."""
+
+    def list_more(self, request: str) -> Listing:
+        """List what `list_states` has left out: all that counts, and what ``request`` may mean.
+
+        It is called on a local leader after a state has failed, or with a request to go back.
+        """
 
     def open(self, saved_state: SavedState) -> OpenedState:
         """Start to bring a state into this node's memory. Raises CheckpointError, OSError or MemoryError."""
@@ -122,8 +129,9 @@ class MemorySource:
         self._context = context
         self._slot_client = slot_client
 
-    def list_states(self) -> Listing:
+    def list_states(self, held: Sequence[SavedState] = ()) -> Listing:
         """List the complete snapshots; discard those that are damaged."""
+        del held
         context, client = self._context, self._slot_client
         if client is None:
             return Listing((), ())
@@ -143,6 +151,11 @@ class MemorySource:
             if snapshot is not None:
                 found.append(to_saved_state(context.node, snapshot.manifest, MEMORY))
         return Listing(tuple(found), tuple(rejected))
+
+    def list_more(self, request: str) -> Listing:
+        """See StateSource."""
+        del request
+        return Listing((), ())
 
     def open(self, saved_state: SavedState) -> OpenedState:
         """See StateSource."""
@@ -181,7 +194,7 @@ class DiskSource:
         self._context = context
         self._slot_client = slot_client
 
-    def list_states(self) -> Listing:
+    def list_states(self, held: Sequence[SavedState] = ()) -> Listing:
         """List checkpoints; quarantine damaged ones.
 
         A damaged checkpoint lacks a file, is truncated or has an invalid manifest. Checkpoints that are
@@ -192,6 +205,7 @@ class DiskSource:
         on the file server. With ``--resume never`` only the generations of those states count, since an
         absent node has not moved its earlier run aside.
         """
+        del held
         context = self._context
         for entry in context.catalog.list_entries():
             if entry.is_damaged:
@@ -214,6 +228,11 @@ class DiskSource:
             e.generation for each in visible.values() for e in each if not isinstance(e.error, ForeignError)
         ]
         return Listing(tuple(saved_states), tuple(rejected), max(seen, default=0))
+
+    def list_more(self, request: str) -> Listing:
+        """See StateSource."""
+        del request
+        return Listing((), ())
 
     def open(self, saved_state: SavedState) -> OpenedState:
         """Read the checkpoint into a slot; without a free one, and on other ranks, map it."""
@@ -275,56 +294,103 @@ class ArchiveSource:
 
     Rank 0's node alone lists them, and reads one; the others get it while it arrives. So the archive is read
     once, whatever the number of nodes. A restore deletes nothing there.
+
+    A restart within the job is faster than a few answers of an object store. So rank 0 first asks, in a
+    thread, only how new the archive is, with two requests. It reads entries if this node holds nothing as
+    new, if a state has failed (`list_more`), or to go back.
     """
 
     tier = ARCHIVE
 
     def __init__(self, context: RankContext, slot_client: SlotClient | None) -> None:
+        """Begin to ask how new the archive is."""
         self._context, self._slot_client = context, slot_client
-        settings = context.settings
-        self._archive: Archive | None = None
-        if settings.archive:
-            self._archive = open_archive(settings.archive, settings.run_id)
+        self._newest: Moment | None = None
+        self._query: BackgroundTask | None = None
+        self._entries: dict[SavedState, ArchivedCheckpoint] = {}
+        self._listed: set[int] = set()
+        self._done: set[str] = set()
+        if context.settings.archive and context.collectives.rank == 0:
+            self._query = BackgroundTask("archive", self._find_newest)
 
-    def list_states(self) -> Listing:
-        """List the newest entries.
+    @functools.cached_property
+    def _archive(self) -> Archive:
+        settings = self._context.settings
+        return open_archive(settings.archive or "", settings.run_id)
+
+    def _find_newest(self) -> None:
+        self._newest = self._archive.find_newest()
+
+    def list_states(self, held: Sequence[SavedState] = ()) -> Listing:
+        """List the newest entries, if one of them is newer than all that this node holds.
 
         With ``--resume never`` none is to be resumed, but their generations count. If the archive cannot be
         reached, a job that has no other state does not start over.
         """
-        context, archive = self._context, self._archive
-        if archive is None or context.collectives.rank != 0:
+        if self._query is None:
+            return Listing((), ())
+        error, newest = self._query.join(), self._newest
+        if isinstance(error, ArchiveError):
+            return self._describe_failure(error)
+        if error is not None:
+            raise error
+        is_unneeded = self._context.settings.resume == "never" or any(
+            s.moment >= newest for s in held if newest
+        )
+        if newest is not None and (is_unneeded or not any(newest)):
+            return Listing((), (), newest[0])
+        return self.list_more("")
+
+    def list_more(self, request: str) -> Listing:
+        """See StateSource."""
+        if self._query is None or request in self._done:
             return Listing((), ())
         try:
-            entries = archive.list_checkpoints(MAX_LISTED_STATES)
+            numbers = set(self._archive.list_numbers()[:MAX_LISTED_STATES])
+            if request:
+                numbers |= set(
+                    self._archive.find_numbers(
+                        lambda header: going_back.may_mean(request, header.version, header.names)
+                    )
+                )
+            found = self._archive.read_checkpoints(numbers - self._listed)
         except ArchiveError as error:
-            logger.warning("the archive cannot be read, so only what nodes hold is resumed: %s", error)
-            return Listing((), (RejectedState(context.node, "the archive", str(error), kind="unreadable"),))
-        good = [entry for entry in entries if isinstance(entry, ArchivedCheckpoint)]
+            return self._describe_failure(error)
+        self._done |= {request, ""}
+        self._listed |= numbers
+        return self._describe(found)
+
+    def _describe(self, found: Sequence[ArchivedCheckpoint | BadEntry]) -> Listing:
+        good = [entry for entry in found if isinstance(entry, ArchivedCheckpoint)]
         newest = max((entry.manifest.generation for entry in good), default=0)
-        if context.settings.resume == "never":
+        if self._context.settings.resume == "never":
             return Listing((), (), newest)
         # One of unknown version may be newer than all that can be read.
         unknown = (newest, MAX_UNKNOWN_STEP)
         rejected = [
             RejectedState(
-                context.node,
+                self._context.node,
                 f"entry {e.number} of the archive",
                 str(e.error),
                 e.version or (unknown if e.error.kind == NewerFormatError.kind else (0, 0)),
                 e.error.kind,
+                e.milestones,
             )
-            for e in entries
+            for e in found
             if isinstance(e, BadEntry)
         ]
-        states = [to_saved_state(entry.manifest.node, entry.manifest, ARCHIVE) for entry in good]
+        states = {_to_archived_state(entry): entry for entry in good}
+        self._entries |= states
         return Listing(tuple(states), tuple(rejected), newest)
+
+    def _describe_failure(self, error: ArchiveError) -> Listing:
+        logger.warning("the archive cannot be read, so only what nodes hold is resumed: %s", error)
+        rejected = RejectedState(self._context.node, "the archive", str(error), kind="unreadable")
+        return Listing((), (rejected,))
 
     def open(self, saved_state: SavedState) -> OpenedState:
         """Read the image into a slot, or into private memory without a free one."""
         archive, archived = self._archive, self._find(saved_state)
-        if archive is None or archived is None:
-            raise UnreadableError(f"{self.name_of(saved_state)} is not there any more")
         reserved = (
             reserve_slot(self._slot_client, archived.manifest) if self._context.is_local_leader else None
         )
@@ -348,25 +414,31 @@ class ArchiveSource:
         del reason
         logger.warning("%s is damaged, and stays where it is.", self.name_of(saved_state))
 
-    def _find(self, saved_state: SavedState) -> ArchivedCheckpoint | None:
-        """Return the entry of a state that `list_states` has listed; raise UnreadableError."""
+    def _find(self, saved_state: SavedState) -> ArchivedCheckpoint:
+        """Return the entry of a state that rank 0 has listed; raise CheckpointError if it is gone."""
+        if saved_state in self._entries:
+            return self._entries[saved_state]
         try:
-            entries = self._archive.list_checkpoints(MAX_LISTED_STATES) if self._archive else []
+            numbers = self._archive.find_numbers(lambda header: header.moment == saved_state.moment)
         except ArchiveError as error:
             raise UnreadableError(str(error)) from error
-        for entry in entries:
-            if isinstance(entry, ArchivedCheckpoint) and saved_state == to_saved_state(
-                entry.manifest.node, entry.manifest, ARCHIVE
-            ):
-                return entry
-        return None
+        for number in numbers:
+            return self._archive.read_entry(number)
+        raise UnreadableError(f"{self.name_of(saved_state)} is not there any more")
+
+
+def _to_archived_state(entry: ArchivedCheckpoint) -> SavedState:
+    state = to_saved_state(entry.manifest.node, entry.manifest, ARCHIVE)
+    return replace(state, milestones=entry.header.milestones)
 
 
 def take_inventory(
     context: RankContext, sources: Mapping[str, StateSource], progress_page: ProgressPage, generation: int
 ) -> Inventory:
     """List what this node could restore from its ``sources``; give up what is damaged."""
-    listings = [source.list_states() for source in sources.values()]
+    listings: list[Listing] = []
+    for source in sources.values():
+        listings.append(source.list_states([state for each in listings for state in each.saved_states]))
     # Generations that ended before their first step left nothing on disk, but agents have counted them.
     known = [
         generation,
@@ -388,6 +460,20 @@ def take_inventory(
         last_world_size=last_world_size or None,
         has_restarted=last_launcher == rank_context.launcher_id(),
         command=tuple(command),
+    )
+
+
+def take_further_inventory(
+    context: RankContext, sources: Mapping[str, StateSource], request: str
+) -> Inventory:
+    """List what `take_inventory` has left out; see `StateSource.list_more`."""
+    listings = [source.list_more(request) for source in sources.values()]
+    return Inventory(
+        node=context.node,
+        local_leader_rank=context.collectives.rank,
+        saved_states=tuple(state for each in listings for state in each.saved_states),
+        rejected=tuple(state for each in listings for state in each.rejected),
+        generation=max(each.newest_generation for each in listings),
     )
 
 

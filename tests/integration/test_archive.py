@@ -20,6 +20,7 @@ from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
 from elastic_resume.archive.store import Store, StoredName
 from elastic_resume.commands.doctor import check_archive
 from elastic_resume.errors import ArchiveError, ConfigError, CorruptError, TornError, UnreadableError
+from elastic_resume.milestone import Milestone
 from tests.support.archives import archive_step, begin, commit, put_parts
 from tests.support.checkpoint_samples import RUN, make_image
 from tests.support.s3 import BUCKET, Fault, FaultProxy, s3_environment, serve_s3
@@ -194,7 +195,7 @@ def test_fault_has_kind_and_remedy(
     (entry,) = archive.list_checkpoints(64)
     assert isinstance(entry, ArchivedCheckpoint)
     proxy.faults.append(Fault("*", "", action))
-    for request in (lambda: archive.put_part(entry.attempt, 0, make_image()), archive.list_numbers):
+    for request in (lambda: archive.put_part(entry.header.parts, 0, make_image()), archive.list_numbers):
         with pytest.raises(ArchiveError, match=remedy) as caught:
             request()
         assert caught.value.kind == kind
@@ -387,8 +388,8 @@ def test_two_jobs_at_once_lose_nothing(proxy: FaultProxy, tmp_path: Path, kind: 
 def test_commands_take_addresses(address: str, capfd: pytest.CaptureFixture[str]) -> None:
     """An archive, a run in it, and one checkpoint."""
     archive = open_archive(address, RUN)
-    archive_step(archive, 5)
-    archive_step(archive, 6, generation=2)
+    archive_step(archive, 5, milestones=[Milestone("best", 0.5)])
+    archive_step(archive, 6, generation=2, milestones=[Milestone("best", 0.25), Milestone("good")])
     run = f"{address}/{RUN}"
 
     def command(*words: str) -> tuple[int, str]:
@@ -401,6 +402,10 @@ def test_commands_take_addresses(address: str, capfd: pytest.CaptureFixture[str]
     assert [line.split()[:3] for line in text.splitlines()[-2:]] == [
         ["node-a", "2", "6"],
         ["node-a", "1", "5"],
+    ]
+    assert [line.partition("yes, ")[2] for line in text.splitlines()[-2:]] == [
+        "milestone good",
+        "milestone best 0.5",
     ]
     assert command("verify", "--deep", run)[1].startswith("ok   g000002-s0000000006")
     code, text = command("verify", f"{run}/g000001-s0000000005")

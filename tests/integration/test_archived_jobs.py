@@ -36,11 +36,16 @@ def make_cluster(directory: Path, names: Sequence[str], *flags: str, workers: in
         "1",
     ]
     cluster = Cluster(directory, nodes=len(names), workers_per_node=workers, flags=[*common, *flags])
+    rename_nodes(cluster, names)
+    return cluster
+
+
+def rename_nodes(cluster: Cluster, names: Sequence[str]) -> None:
+    """Give the nodes of a cluster that was not started these names."""
     for node, name in zip(cluster.nodes, names, strict=True):
         (cluster.run_dir / node.name).unlink()
         node.name, node.directory = name, node.directory.with_name(name)
         (cluster.run_dir / name).symlink_to(node.directory)
-    return cluster
 
 
 def start(cluster: Cluster, log: Path, *words: str, step_delay: float = 0.0, epochs: int = EPOCHS) -> None:
@@ -138,7 +143,9 @@ def test_node_killed_in_upload_leaves_step_before_or_this_one(tmp_path: Path, po
         cluster.stop()
     assert len(read_archive(tmp_path)) >= 2
     archive = open_archive(str(tmp_path / "store"), "job")
-    named = {entry.attempt for entry in archive.list_checkpoints(64) if isinstance(entry, ArchivedCheckpoint)}
+    named = {
+        entry.header.parts for entry in archive.list_checkpoints(64) if isinstance(entry, ArchivedCheckpoint)
+    }
     assert len(set(archive.list_attempts()) - named) <= 1, "only that of an upload under way"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from elastic_resume.archive.archive import open_archive
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.testing import Cluster
+from tests.integration.test_archived_jobs import rename_nodes
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
@@ -106,6 +109,31 @@ def test_job_goes_back_once_whatever_repeats_the_request(
     assert "quarantined" not in report
     assert "went back, as --resume-from good requests: 15 newer steps given up" in output
     assert "--resume-from good was done before, so it goes on from the newest state" in output
+
+
+def test_new_nodes_go_back_to_an_archived_milestone(
+    make_job: Callable[..., Job], expected: set[str], tmp_path: Path
+) -> None:
+    """All nodes and disks are gone. Whatever the interval, the milestone was archived, and so was the end."""
+    env = {"ELASTIC_RESUME_ARCHIVE": str(tmp_path / "store"), "ELASTIC_RESUME_ARCHIVE_EVERY": "1h"}
+    job = make_job("first", env=env)
+    assert job.run(SAVES="5:good,6:best:0.5", SPIKE="12") == [0, 0, 0]
+    job.cluster.stop()
+    shutil.rmtree(job.cluster.directory)
+    archive = open_archive(env["ELASTIC_RESUME_ARCHIVE"], "job")
+    assert {(1, 5), (1, 6), (1, 20)} <= archive.list_milestones().keys()
+    job = make_job("second", env=env)
+    rename_nodes(job.cluster, ["x0", "x1", "x2"])
+    assert job.run({1: BACK}) == [0, 0, 0], job.cluster.output(0)
+    assert job.ends == expected
+    assert job.starts == [(5, "good")]
+    (resumed, *_) = job.cluster.events("resume")
+    assert resumed["source_tier"] == "archive"
+    assert archive.find_newest() == (2, 20, 2)
+    # Now the nodes hold the newest, and the first one, which reads the archive, has no flag.
+    assert job.run({1: ["--resume-from", "g1-s6"]}) == [0, 0, 0], job.cluster.output(0)
+    assert job.ends == expected
+    assert job.starts[-1] == (6, "g000001-s0000000006")
 
 
 POINTS = (

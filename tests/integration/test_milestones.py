@@ -14,9 +14,11 @@ from torch import nn
 
 import elastic_resume as er
 from elastic_resume import constants, events
+from elastic_resume.archive.archive import open_archive
 from elastic_resume.checkpoint.catalog import Catalog, read_quarantine_reason
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import ConfigError, NoValidCheckpointError, UsageError
+from tests.support.checkpoint_samples import flip_bits
 
 BATCHES, SAMPLES = 5, 50
 
@@ -266,3 +268,22 @@ def test_manifest_of_a_way_back_is_not_read_by_older_versions(job: Job) -> None:
         for path in job.node_dir.glob("g*/manifest.json")
     }
     assert formats == {"g000001-s0000000002": 2, "g000002-s0000000002": 3, "g000002-s0000000004": 3}
+
+
+def test_damaged_newest_state_is_replaced_by_archived_one(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start has not listed it, because the node seemed to have the same."""
+    expected = job.run_to(4)
+    monkeypatch.setenv("ELASTIC_RESUME_ARCHIVE", str(tmp_path / "store"))
+    archive = open_archive(str(tmp_path / "store"), "job")
+    (entry,) = Catalog(job.node_dir, "job").list_valid()
+    image = (entry.path / constants.STATE_FILE).read_bytes()
+    attempt = archive.begin(entry.version, "0" * 16)
+    assert attempt
+    archive.put_part(attempt.id, 0, memoryview(image))
+    archive.commit(attempt, (entry.path / constants.MANIFEST_FILE).read_bytes(), 64 << 20)
+    flip_bits(entry.path / constants.STATE_FILE, -1)
+    with job.start() as run:
+        assert (run.plan.step, run.plan.source_tier) == (4, "archive")
+        assert float(job.model.weight.detach()) == expected

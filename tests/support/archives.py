@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 
 import xxhash
@@ -10,6 +11,7 @@ import xxhash
 from elastic_resume.archive.archive import Archive
 from elastic_resume.archive.entries import Attempt
 from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.milestone import Milestone
 from tests.support.checkpoint_samples import SMALL_BLOCK, make_image, make_manifest
 
 PART_BYTES = 2 * SMALL_BLOCK
@@ -46,25 +48,23 @@ def commit(
     archive: Archive,
     attempt: Attempt,
     image: memoryview | None = None,
-    milestone: str | None = None,
-    metric: float | None = None,
+    milestones: Sequence[Milestone] = (),
 ) -> None:
     """Commit an attempt whose parts are stored."""
     image = make_image(attempt.version[1]) if image is None else image
     manifest = make_whole_manifest(image, *attempt.version)
-    archive.commit(attempt, manifest.to_bytes(), PART_BYTES, milestone, metric)
+    archive.commit(attempt, manifest.to_bytes(), PART_BYTES, milestones)
 
 
 def archive_step(
     archive: Archive,
     step: int,
     generation: int = 1,
-    milestone: str | None = None,
-    metric: float | None = None,
+    milestones: Sequence[Milestone] = (),
 ) -> memoryview:
     """Archive a step whose bytes follow from its number; return its image."""
     image = make_image(step)
     attempt = begin(archive, step, generation)
     put_parts(archive, attempt, image)
-    commit(archive, attempt, image, milestone, metric)
+    commit(archive, attempt, image, milestones)
     return image

@@ -12,6 +12,8 @@ Every node reports the checkpoints that it could upload, and how far it is. The 
 - *begun*: all nodes with the same content put their shares of the parts.
 - *complete*: every part is there. The owner puts the entry, which is the commit.
 
+A checkpoint whose milestones are not archived is chosen at once, whatever the interval, the oldest first.
+
 An owner that is lost or fails is replaced, also after it has begun: the attempt is the same, and its entry
 can exist once only. A share of a node that is lost or fails goes to the others. A node that has put its share
 takes half of the longest one. A part that two nodes put has the same bytes.
@@ -65,6 +67,8 @@ class HeldCheckpoint:
     step: int
     digest: str
     parts: int
+    is_named: bool = False
+    """It has milestones that are not archived."""
 
     @property
     def version(self) -> Version:
@@ -119,6 +123,10 @@ class NodeReport:
     archived: ArchivedVersion | None = None
     failures: int = 0
     """In a row, in this upload."""
+    checked_turn: int = 0
+    """The newest turn after which this node has asked the archive for `HeldCheckpoint.is_named`."""
+    done_turn: int = 0
+    """The turn of an upload that this node has completed."""
     outdated_turn: int = 0
     """The turn of an upload whose number is taken, so it cannot be committed."""
     refusal: str = ""
@@ -148,6 +156,8 @@ class Upload:
     attempt: str = ""
     put: Ranges = ()
     shares: tuple[Share, ...] = ()
+    is_named: bool = False
+    """It is archived for its milestones."""
 
     @property
     def version(self) -> Version:
@@ -194,7 +204,7 @@ class ArchiveJudge(Judge):
         self._archived_at: float | None = None
         """When the newest checkpoint was archived; unknown before the first judgment."""
         self._is_dropped = False
-        self._progress_at = self._held_at = self._passed_at = math.inf
+        self._progress_at = self._held_at = self._passed_at = self._named_at = math.inf
 
     def start_view(self, generation: int, members: tuple[str, ...]) -> None:
         """Keep the members of the newest view; an upload goes on whatever happens to views."""
@@ -244,6 +254,8 @@ class ArchiveJudge(Judge):
             self._verdict = replace(self._verdict, upload=None, request_step=0)
         elif self._verdict.upload:
             self._follow(self._verdict.upload, now)
+        elif self._start_named(now):
+            pass
         elif self._verdict.request_step:
             self._choose(now)
         elif self._is_due(now):
@@ -297,13 +309,38 @@ class ArchiveJudge(Judge):
             if newest:
                 self._start(newest, now)
 
-    def _list_held(self) -> list[tuple[str, HeldCheckpoint]]:
-        """Return the checkpoints that are newer than the newest archived one, by the nodes' ranks."""
+    def _start_named(self, now: float) -> bool:
+        """Choose the oldest milestone once the first node has it too, or after a time."""
+        named = self._list_held(is_named=True)
+        if not named:
+            self._named_at = math.inf
+            return False
+        oldest = min((held for _, held in named), key=lambda held: held.version)
+        self._named_at = min(self._named_at, now)
+        first = self._rank(self._reports)[0]
+        is_ready = any(node == first and held.version == oldest.version for node, held in named)
+        if is_ready or now - self._named_at >= HOLD_WAIT_S:
+            self._start(oldest, now)
+            self._named_at = math.inf
+            return True
+        return False
+
+    def _list_held(self, *, is_named: bool = False) -> list[tuple[str, HeldCheckpoint]]:
+        """Return the checkpoints that are newer than the newest archived one, by the nodes' ranks.
+
+        With ``is_named`` return those whose milestones are not archived, as nodes know that by now.
+        """
         archived = self._verdict.archived.version if self._verdict.archived else (0, 0)
         ranked = self._rank(self._reports)
         return [
-            (node, held) for node in ranked for held in self._reports[node].held if held.version > archived
+            (node, held)
+            for node in ranked
+            for held in self._reports[node].held
+            if (self._is_named(node, held) if is_named else held.version > archived)
         ]
+
+    def _is_named(self, node: str, held: HeldCheckpoint) -> bool:
+        return held.is_named and self._reports[node].checked_turn >= self._verdict.turn
 
     def _rank(self, nodes: Collection[str]) -> list[str]:
         """Sort nodes by rank, members first."""
@@ -314,23 +351,30 @@ class ArchiveJudge(Judge):
 
     def _start(self, chosen: HeldCheckpoint, now: float) -> None:
         """Choose among nodes whose contents differ: the first one's values count, as in a resume."""
-        node, held = next((n, h) for n, h in self._list_held() if h.version == chosen.version)
+        is_named = chosen.is_named
+        held = self._list_held(is_named=is_named)
+        node, chosen = next((n, h) for n, h in held if h.version == chosen.version)
         turn = self._verdict.turn + 1
-        upload = Upload(turn, *held.version, held.digest, held.parts, node)
+        upload = Upload(turn, *chosen.version, chosen.digest, chosen.parts, node, is_named=is_named)
         self._progress_at = self._held_at = now
-        self._verdict = replace(self._verdict, upload=upload, request_step=0, turn=turn)
+        step = self._verdict.request_step if is_named else 0
+        step = step if step > chosen.step else 0  # what is archived now is as new
+        self._verdict = replace(self._verdict, upload=upload, request_step=step, turn=turn)
 
     def _follow(self, upload: Upload, now: float) -> None:
         """Replace an owner, note what it has begun, share the parts, and see the end."""
         archived = self._verdict.archived
         holders = [node for node in self._rank(self._reports) if self._holds(node, upload)]
-        is_over = archived is not None and archived.version >= upload.version
+        is_over = any(report.done_turn == upload.turn for report in self._reports.values())
+        if archived is not None and not upload.is_named:
+            is_over = is_over or archived.version >= upload.version
         if holders:
             self._held_at = now
         is_stalled = now - self._progress_at >= STALL_S or now - self._held_at >= HOLD_WAIT_S
         has_lost = any(report.outdated_turn == upload.turn for report in self._reports.values())
         if is_over or is_stalled or has_lost:
             self._is_dropped = not is_over  # due again, with a newer checkpoint
+            self._held_at = self._passed_at = math.inf
             self._verdict = replace(self._verdict, upload=None)
             return
         if not holders:

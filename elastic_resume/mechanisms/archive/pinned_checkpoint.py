@@ -11,9 +11,11 @@ import xxhash
 from elastic_resume import constants
 from elastic_resume.archive.entries import choose_part_bytes
 from elastic_resume.checkpoint import reader
+from elastic_resume.checkpoint.catalog import read_milestones
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from elastic_resume.errors import CorruptError, UnreadableError
 from elastic_resume.mechanisms.archive.judge import HeldCheckpoint
+from elastic_resume.milestone import Milestone, is_name
 
 
 class PinnedCheckpoint:
@@ -32,6 +34,8 @@ class PinnedCheckpoint:
             with reader.open_regular(path / constants.STATE_FILE) as descriptor:
                 self._descriptor = os.dup(descriptor)
         self._path = path
+        self._milestones: tuple[Milestone, ...] = ()
+        self.read_milestones()
         self.part_bytes = choose_part_bytes(manifest.file_bytes, manifest.block_bytes)
         parts = -(-manifest.file_bytes // self.part_bytes)
         self.held = HeldCheckpoint(*manifest.version, manifest.content_digest, parts)
@@ -54,6 +58,12 @@ class PinnedCheckpoint:
                         f"{constants.STATE_FILE}: the block at {start + offset} does not match its digest."
                     )
         return data
+
+    def read_milestones(self) -> tuple[Milestone, ...]:
+        """Return its milestones; those that were read before, if it is pruned meanwhile."""
+        found = tuple(label for label in read_milestones(self._path) if is_name(label.name))
+        self._milestones = found or self._milestones
+        return self._milestones
 
     def close(self) -> None:
         """Close the descriptor."""

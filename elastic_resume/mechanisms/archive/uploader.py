@@ -16,15 +16,18 @@ import secrets
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import constants, failpoints
 from elastic_resume.archive.archive import Archive, open_archive
-from elastic_resume.archive.entries import Attempt
+from elastic_resume.archive.entries import Attempt, make_attempt_id, merge_milestones
 from elastic_resume.background import BackgroundThread, lower_priority
-from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.catalog import Catalog, choose_milestones
+from elastic_resume.checkpoint.reader import parse_checkpoint_name
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import ArchiveError, CheckpointError, MachineError, SecondWriterError
+from elastic_resume.events import Event
 from elastic_resume.mechanisms.archive.description import ArchiveStatus
 from elastic_resume.mechanisms.archive.judge import (
     UPLOADS,
@@ -57,7 +60,8 @@ FIRST_PAUSE_S = 2.0
 MAX_PAUSE_S = 300.0
 LOG_REPEAT_S = 60.0
 MAX_KEPT = 2
-"""Checkpoints that stay open beside the one that is uploaded."""
+MAX_NAMED = 4
+"""So many of the newest checkpoints, and of the oldest milestones, stay open beside what is uploaded."""
 RATE_WINDOW_S = 20.0
 DEFAULT_GRACE_S = 5.0
 LAST_UPLOAD_LIMIT_S = 3600.0
@@ -140,18 +144,21 @@ class ArchiveUploader(AgentPart):
         self._stopping_at: float | None = None
         self._wakeup = threading.Event()  # a signal to stop
         self._committed: deque[Path] = deque(maxlen=MAX_KEPT)  # checkpoints that the thread opens
+        self._has_new_names = True  # on this node's disk, as far as is known; the thread looks
         self._archived_at = 0.0  # of `_verdict.archived`, on this machine's clock
         self._verdict, self._verdict_body = ArchiveVerdict(), ""
         self._sent_body = ""
         # Only the thread writes these, and opens and closes checkpoints.
         self._held: dict[Version, PinnedCheckpoint] = {}
+        self._named: dict[Version, Path] = {}  # checkpoints whose milestones are not archived
         self._reported: tuple[HeldCheckpoint, ...] = ()
         self._failures = ArchiveFailures()
         self._begun: Begun | None = None
         self._begun_at = 0.0
         self._attempt, self._put = "", frozenset[int]()
         self._archived: ArchivedVersion | None = None
-        self._outdated_turn = 0
+        self._done_turn = self._outdated_turn = 0
+        self._checked_turn = 0  # names were compared with the archive after this turn
         self._refusal = ""
         self._put_bytes, self._put_s = 0, 0.0
         self._archived_events: ArchivedVersion | None = None  # `put_events` was called after it
@@ -169,6 +176,11 @@ class ArchiveUploader(AgentPart):
     def begin_generation(self, world: StartWorkers) -> None:
         """Keep the newest view: its first node archives the last checkpoint."""
         self._world = world
+
+    def observe(self, event: Event) -> None:
+        """Note that a worker has named a checkpoint."""
+        if event.get("event") == "milestone":
+            self._has_new_names = True
 
     def begin_stop(self) -> None:
         """Note that this node has to end soon."""
@@ -199,19 +211,18 @@ class ArchiveUploader(AgentPart):
         if self._archive is None or self._client is None:
             return
         self._thread.request_close()
-        newest = self._find_newest()
-        with contextlib.suppress(CheckpointError):  # the committer has logged that nothing was saved
-            checkpoint = PinnedCheckpoint(newest[0], self._run_id) if newest else None
-            is_due, text = decide_last_upload(self._describe_end(checkpoint))
-            if text:
-                logger.warning("%s", text)
-            if is_due and checkpoint:
-                logger.info(
-                    "archiving step %d, the last one, before this node ends.", checkpoint.manifest.step
-                )
-                self._upload_last(checkpoint, self._archive)
-            if self._stopping_at is None and not self._failures.count:
-                self._put_events()
+        named = self._list_last_named(self._archive)
+        for path in {**dict.fromkeys(named), **dict.fromkeys(self._find_newest())}:
+            with contextlib.suppress(CheckpointError):  # the committer has logged that nothing was saved
+                checkpoint = PinnedCheckpoint(path, self._run_id)
+                is_due, text = decide_last_upload(self._describe_end(checkpoint, is_named=path in named))
+                if text:
+                    logger.warning("%s", text)
+                if is_due:
+                    logger.info("archiving step %d before this node ends.", checkpoint.manifest.step)
+                    self._upload_last(checkpoint, self._archive)
+        if self._stopping_at is None and not self._failures.count:
+            self._put_events()
         self._thread.close(CLOSE_TIMEOUT_S)
 
     def _find_newest(self) -> list[Path]:
@@ -244,6 +255,8 @@ class ArchiveUploader(AgentPart):
             put=to_ranges(self._put),
             archived=self._archived,
             failures=self._failures.count if upload else 0,
+            checked_turn=self._checked_turn,
+            done_turn=self._done_turn,
             outdated_turn=self._outdated_turn,
             refusal=self._refusal,
         )
@@ -261,6 +274,8 @@ class ArchiveUploader(AgentPart):
         """
         lower_priority()
         verdict = self._read_verdict()
+        if time.monotonic() >= self._failures.retry_at and not verdict.upload:
+            self._find_new_names()
         self._committer.slot_pool.control_block.set("commit_step", verdict.request_step)
         self._open_committed(verdict.upload)
         checkpoint = self._held.get(verdict.upload.version) if verdict.upload else None
@@ -281,7 +296,8 @@ class ArchiveUploader(AgentPart):
             self._held.pop(verdict.upload.version).close()
             logger.warning("this node uploads no part of step %d: %s", verdict.upload.step, error)
         except SecondWriterError as error:
-            if self._is_outdated(verdict.upload.attempt, error):
+            own = verdict.upload.attempt or make_attempt_id(verdict.upload.version, self._make_nonce())
+            if self._is_outdated(own, error):
                 self._outdated_turn = verdict.upload.turn
             else:
                 self._refuse(error)
@@ -299,23 +315,64 @@ class ArchiveUploader(AgentPart):
                 if replaced := self._held.pop(opened.held.version, None):
                     replaced.close()
                 self._held[opened.held.version] = opened
-        kept = {*sorted(self._held)[-MAX_KEPT:], upload.version if upload else (0, 0)}
+        named = sorted(self._named)[:MAX_NAMED]
+        for version in named:
+            if version not in self._held:
+                try:
+                    self._held[version] = PinnedCheckpoint(self._named[version], self._run_id)
+                except CheckpointError:  # another one of that name is better now
+                    del self._named[version]
+        kept = {*sorted(self._held)[-MAX_KEPT:], *named, upload.version if upload else (0, 0)}
         for version in self._held.keys() - kept:
             self._held.pop(version).close()
-        self._reported = tuple(self._held[version].held for version in sorted(self._held, reverse=True))
+        self._reported = tuple(
+            replace(self._held[version].held, is_named=version in self._named)
+            for version in sorted(self._held, reverse=True)
+        )
+
+    def _find_new_names(self) -> None:
+        """Find this node's milestones that are not archived, after each upload and each new name."""
+        if self._archive is None or not (self._named or self._has_new_names):
+            return
+        if self._checked_turn == self._verdict.turn and not self._has_new_names:
+            return
+        self._has_new_names = False
+        try:
+            self._named = self._list_named(self._archive)
+        except ArchiveError as error:
+            self._has_new_names = True
+            self._note_failure(error)
+        else:
+            self._failures.clear()
+            self._checked_turn = self._verdict.turn
+
+    def _list_named(self, archive: Archive) -> dict[Version, Path]:
+        """Return the checkpoints of this node's disk whose milestones are not archived."""
+        with contextlib.suppress(MachineError):
+            labels = choose_milestones(Catalog(self._node_dir, self._run_id).list_valid())
+            archived = archive.list_milestones() if labels else {}
+            versions = {path: parse_checkpoint_name(path.name) or (0, 0) for path in labels}
+            return {
+                versions[path]: path
+                for path, own in labels.items()
+                if versions[path] not in archived
+                or merge_milestones(archived[versions[path]], own) != archived[versions[path]]
+            }
+        return {}
 
     def _advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
         """Begin the upload, put the next part of this node's share, or put the entry; or nothing."""
         archive, node = self._archive, self._node
-        is_archived = self._archived is not None and self._archived.version >= upload.version
-        if archive is None or is_archived or self._outdated_turn == upload.turn:
+        if archive is None or upload.turn in {self._done_turn, self._outdated_turn}:
             return False
         if not upload.attempt:
             if upload.owner != node or (self._begun and self._begun.turn == upload.turn):
                 return False
             attempt = archive.begin(upload.version, self._make_nonce())
             if attempt is None:
-                self._archived = ArchivedVersion(*upload.version)
+                archive.add_milestones(upload.version, self._make_nonce(), checkpoint.read_milestones())
+                self._note_archived(upload.version)
+                self._done_turn = upload.turn
             else:
                 self._begun = Begun(upload.turn, attempt.number, attempt.id)
             return True
@@ -332,7 +389,12 @@ class ArchiveUploader(AgentPart):
         if not upload.is_complete or upload.owner != node:
             return False
         self._commit(archive, Attempt(upload.number, upload.attempt, upload.version), checkpoint)
+        self._done_turn = upload.turn
         return True
+
+    def _note_archived(self, version: Version) -> None:
+        if self._archived is None or version > self._archived.version:
+            self._archived = ArchivedVersion(*version)
 
     def _put_part(self, archive: Archive, attempt: str, checkpoint: PinnedCheckpoint, part: int) -> None:
         data = checkpoint.read_part(part)
@@ -350,9 +412,10 @@ class ArchiveUploader(AgentPart):
                 "that all of them see."
             )
         candidates = archive.list_attempts()
-        archive.commit(attempt, checkpoint.manifest_bytes, checkpoint.part_bytes)
+        labels = checkpoint.read_milestones()
+        archive.commit(attempt, checkpoint.manifest_bytes, checkpoint.part_bytes, labels)
         manifest = checkpoint.manifest
-        self._archived = ArchivedVersion(*attempt.version)
+        self._note_archived(attempt.version)
         seconds = round(time.monotonic() - self._begun_at, 3)
         self._emit(
             "archived",
@@ -396,7 +459,9 @@ class ArchiveUploader(AgentPart):
         """Return whether a next attempt may follow the one whose number is taken."""
         winner = error.attempt
         with contextlib.suppress(CheckpointError):
-            winner = winner or (self._archive.read_entry(error.number).attempt if self._archive else "")
+            winner = winner or (
+                self._archive.read_entry(error.number).header.attempt if self._archive else ""
+            )
         return is_outdated(attempt, winner)
 
     def _refuse(self, error: SecondWriterError) -> None:
@@ -406,17 +471,27 @@ class ArchiveUploader(AgentPart):
 
     # ---- the end of the job ---------------------------------------------------------------------------
 
-    def _describe_end(self, newest: PinnedCheckpoint | None) -> EndFacts:
+    def _list_last_named(self, archive: Archive) -> list[Path]:
+        """Return the milestones that are not archived, oldest first, if that is up to this node."""
+        if self._world is None or self._world.rank != 0 or self._refusal or self._read_verdict().refusal:
+            return []
+        try:
+            return [path for _, path in sorted(self._list_named(archive).items())]
+        except ArchiveError as error:
+            logger.warning("milestones may be missing in the archive: %s", error)
+            return []
+
+    def _describe_end(self, last: PinnedCheckpoint, *, is_named: bool) -> EndFacts:
         verdict, world = self._read_verdict(), self._world
         end = self._client.job_end if self._client else None
         known = [each.version for each in (verdict.archived, self._archived) if each]
         return EndFacts(
-            newest=newest.held.version if newest and not (self._refusal or verdict.refusal) else None,
-            archived=max(known, default=None),
+            newest=last.held.version if not (self._refusal or verdict.refusal) else None,
+            archived=None if is_named else max(known, default=None),
             is_rejected=end is not None and isinstance(end.reason, JudgedFailure),
             rank=world.rank if world else 1,
             left_s=self._find_left_s(),
-            file_bytes=newest.manifest.file_bytes if newest else 0,
+            file_bytes=last.manifest.file_bytes,
             bytes_per_s=self._put_bytes / self._put_s if self._put_s else verdict.bytes_per_s,
         )
 
@@ -435,7 +510,7 @@ class ArchiveUploader(AgentPart):
         began, done, failures = time.monotonic(), 0, ArchiveFailures()
         self._begun_at = began
         manifest, attempt, part = checkpoint.manifest, None, 0
-        what = f"archiving step {manifest.step}, the last one"
+        what = f"archiving step {manifest.step}"
         with ByteProgress(what, manifest.file_bytes, lambda: done):
             while True:
                 try:
@@ -445,9 +520,13 @@ class ArchiveUploader(AgentPart):
                         part, done = part + 1, done + checkpoint.part_bytes
                     if attempt:
                         self._commit(archive, attempt, checkpoint)
+                    else:
+                        labels = checkpoint.read_milestones()
+                        archive.add_milestones(manifest.version, self._make_nonce(), labels)
                     return
                 except SecondWriterError as error:
-                    if not attempt or not self._is_outdated(attempt.id, error):
+                    own = attempt.id if attempt else make_attempt_id(manifest.version, self._make_nonce())
+                    if not self._is_outdated(own, error):
                         self._refuse(error)
                         return
                     attempt, part, done = None, 0, 0

@@ -21,6 +21,7 @@ from elastic_resume.errors import (
     SecondWriterError,
     TornError,
 )
+from elastic_resume.milestone import Milestone
 from tests.support.archives import PART_BYTES, archive_step, begin, commit, put_parts
 from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, make_image
 
@@ -44,10 +45,10 @@ def steps(archive: Archive) -> list[int]:
 
 def test_archived_bytes_are_read_back(archive: Archive) -> None:
     """All three ways to read return or verify the same bytes, and count them."""
-    image = archive_step(archive, 5, milestone="best", metric=0.5)
+    image = archive_step(archive, 5, milestones=[Milestone("best", 0.5)])
     (entry,) = archive.list_checkpoints(64)
     assert isinstance(entry, ArchivedCheckpoint)
-    assert (entry.milestone, entry.metric, entry.version) == ("best", 0.5, (1, 5))
+    assert (entry.header.milestones, entry.version) == ((Milestone("best", 0.5),), (1, 5))
     counts: list[int] = []
     assert archive.read_image(entry, on_verified=counts.append) == image
     assert counts == [
@@ -68,6 +69,56 @@ def test_step_is_archived_once(archive: Archive) -> None:
     assert archive.begin((1, 5), "0" * 16) is None
     assert begin(archive, 7).number == 3
     assert begin(archive, 5, generation=2).number == 3
+
+
+def test_further_entry_names_checkpoint_that_is_archived(archive: Archive, tmp_path: Path) -> None:
+    """It has all names, and the same parts, which stay when the earlier entry is pruned."""
+    image = archive_step(archive, 5, milestones=[Milestone("a")])
+    archive_step(archive, 6)
+    again = open_archive(str(tmp_path), RUN)
+    again.add_milestones((1, 5), "1" * 16, [Milestone("best", 0.5), Milestone("a", 3.0)])
+    again.add_milestones((1, 5), "2" * 16, [Milestone("a")])
+    assert again.list_numbers() == [3, 2, 1], "nothing new to say is not said"
+    assert again.list_milestones() == {(1, 5): (Milestone("a"), Milestone("best", 0.5)), (1, 6): ()}
+    assert steps(again) == [5, 6]
+    archive_step(archive, 7)
+    assert again.prune(1) == [1, 2]
+    assert steps(again) == [7, 5]
+    assert again.read_image(again.read_entry(3)) == image
+    assert again.sweep(again.list_attempts()) == []
+
+
+def test_second_writer_is_noticed_when_a_name_is_added(
+    archive: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a commit."""
+    archive_step(archive, 5)
+    theirs = open_archive(str(tmp_path), RUN)
+
+    def put_late(store: DirectoryStore, name: str, data: bytes) -> bool:
+        monkeypatch.undo()
+        archive_step(theirs, 6)
+        return store.put_if_absent(name, data)
+
+    monkeypatch.setattr(DirectoryStore, "put_if_absent", put_late)
+    with pytest.raises(SecondWriterError):
+        archive.add_milestones((1, 5), "1" * 16, [Milestone("a")])
+    assert steps(theirs) == [6, 5]
+    assert theirs.list_milestones()[1, 5] == ()
+
+
+def test_newest_entry_names_the_greatest_of_the_log(archive: Archive, tmp_path: Path) -> None:
+    """A late job of an older generation, a milestone, and a new name put entries out of their order."""
+    assert archive.find_newest() == (0, 0, 0)
+    archive_step(archive, 5, generation=3)
+    archive_step(archive, 9, generation=2)
+    reader = open_archive(str(tmp_path), RUN)
+    assert reader.find_newest() == (3, 5, 0)
+    archive.add_milestones((2, 9), "1" * 16, [Milestone("a")])
+    assert reader.find_newest() == (3, 5, 0)
+    (tmp_path / RUN / "log" / "00000002").write_bytes(NEWER_ENTRY)
+    archive_step(open_archive(str(tmp_path), RUN), 10, generation=2)
+    assert reader.find_newest() is None, "only all entries together can tell"
 
 
 def test_unfinished_attempt_is_invisible_and_does_not_block(archive: Archive) -> None:
@@ -280,7 +331,7 @@ def test_damage_names_part_and_bytes(archive: Archive, tmp_path: Path, read: str
     """No byte of a part with another digest is returned."""
     image = archive_step(archive, 5)
     entry = only_entry(archive)
-    part = tmp_path / RUN / "parts" / entry.attempt / "00001"
+    part = tmp_path / RUN / "parts" / entry.header.attempt / "00001"
 
     def read_all() -> None:
         if read == "read":
@@ -293,7 +344,9 @@ def test_damage_names_part_and_bytes(archive: Archive, tmp_path: Path, read: str
             )
 
     flip_bits(part, SMALL_BLOCK + 7)
-    with pytest.raises(CorruptError, match=f"part 1 of {entry.attempt}: bytes 2048 to .* do not match"):
+    with pytest.raises(
+        CorruptError, match=f"part 1 of {entry.header.attempt}: bytes 2048 to .* do not match"
+    ):
         read_all()
     part.write_bytes(part.read_bytes()[:100])
     with pytest.raises(TornError, match=r"part 1 of .*: ends at byte 100"):

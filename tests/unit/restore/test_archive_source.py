@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from elastic_resume import constants
+from elastic_resume.archive import archive as archive_module
 from elastic_resume.archive.archive import Archive, open_archive
+from elastic_resume.archive.directory_store import DirectoryStore
+from elastic_resume.archive.entries import MAX_ENTRY_BYTES, MAX_HEADER_BYTES
+from elastic_resume.archive.store import StoredName
 from elastic_resume.config import Settings
 from elastic_resume.errors import CorruptError, NoValidCheckpointError, UnreadableError
 from elastic_resume.events import EventLog
-from elastic_resume.policy import resume_plan
+from elastic_resume.milestone import Milestone
+from elastic_resume.policy import going_back, resume_plan
+from elastic_resume.policy.going_back import parse_request
 from elastic_resume.policy.resume_plan import ARCHIVE, DISK, ResumePlan
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
-from elastic_resume.restore.sources import ArchiveSource, list_sources, take_inventory
+from elastic_resume.restore import sources as sources_module
+from elastic_resume.restore.sources import (
+    ArchiveSource,
+    list_sources,
+    take_further_inventory,
+    take_inventory,
+)
 from elastic_resume.slots.progress_page import ProgressPage
 from tests.support.archives import archive_step
 from tests.support.checkpoint_samples import RUN, save_checkpoint
@@ -99,6 +112,122 @@ def test_archive_that_cannot_be_read_never_starts_job_over(tmp_path: Path) -> No
     assert not caught.value.is_deterministic
     save_checkpoint(tmp_path / RUN / "x", 3, 1)
     assert plan_resume(tmp_path).version == (3, 1)
+
+
+class CountingStore(DirectoryStore):
+    """A directory that notes each request."""
+
+    requests: ClassVar[list[str]] = []
+
+    def get_range(self, name: str, start: int, size: int) -> memoryview | None:
+        """Read, and note the name and the most bytes."""
+        self.requests.append(f"get {name} {size}")
+        return super().get_range(name, start, size)
+
+    def list(self, prefix: str) -> list[StoredName]:
+        """List, and note it."""
+        self.requests.append(f"list {prefix}")
+        return super().list(prefix)
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests of readers that are opened from now on."""
+    monkeypatch.setattr(archive_module, "DirectoryStore", CountingStore)
+    CountingStore.requests.clear()
+    return CountingStore.requests
+
+
+@pytest.fixture
+def few_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start lists two entries."""
+    monkeypatch.setattr(sources_module, "MAX_LISTED_STATES", 2)
+
+
+GLANCE = [f"list {RUN}/log", f"get {RUN}/log/00000002 {MAX_HEADER_BYTES}"]
+WHOLE = [f"get {RUN}/log/0000000{number} {MAX_ENTRY_BYTES + 1}" for number in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("held", "mode", "expected"),
+    [
+        ((3, 2), "auto", GLANCE),  # as after a worker's failure: this node holds the newest
+        ((4, 1), "auto", GLANCE),
+        (None, "never", GLANCE),
+        ((3, 1), "auto", [*GLANCE, GLANCE[0], *WHOLE]),
+        (None, "auto", [*GLANCE, GLANCE[0], *WHOLE]),
+    ],
+)
+@pytest.mark.usefixtures("archive")
+def test_start_asks_two_requests_unless_archive_has_something_newer(
+    tmp_path: Path, requests: list[str], held: tuple[int, int] | None, mode: str, expected: list[str]
+) -> None:
+    """A restart takes a third of a second, and one request of an object store a tenth."""
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    if held:
+        save_checkpoint(tmp_path / RUN / "x", *held)
+    assert plan_resume(tmp_path, mode).generation == max(3, (held or (0,))[0]) + 1
+    assert sorted(requests) == sorted(expected)
+
+
+def test_newest_state_is_found_though_a_late_entry_is_older(
+    tmp_path: Path, archive: Archive, requests: list[str]
+) -> None:
+    """The greatest number is not always the newest state."""
+    archive_step(archive, 9, generation=2)
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    save_checkpoint(tmp_path / RUN / "x", 3, 1)
+    assert plan_resume(tmp_path).version == (3, 2)
+    requests.clear()
+    save_checkpoint(tmp_path / RUN / "x", 3, 2)
+    assert plan_resume(tmp_path).source_tier == DISK
+    assert len(requests) == 2
+
+
+def test_archive_is_listed_when_what_was_held_fails(tmp_path: Path, archive: Archive) -> None:
+    """The two requests at the start have named no state to fall back to."""
+    archive_step(archive, 3, generation=3)
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    save_checkpoint(tmp_path / RUN / "x", 3, 4)
+    context = make_context(tmp_path)
+    sources = list_sources(context, None)
+    page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+    own = take_inventory(context, sources, page, 0)
+    assert [state.tier for state in own.saved_states] == [DISK]
+    (failed,) = own.saved_states
+    own = resume_plan.reject_saved_state(own, failed, "g3-s4", "damaged")
+    more = take_further_inventory(context, sources, "")
+    plan = resume_plan.choose_resume_plan([resume_plan.add_states(own, more)], "auto")
+    assert (plan.version, plan.source_tier) == ((3, 3), ARCHIVE)
+    assert take_further_inventory(context, sources, "").saved_states == ()
+
+
+@pytest.mark.parametrize(
+    ("request_text", "version"),
+    [("best", (3, 1)), ("latest", (3, 2)), ("1", (3, 1)), ("g3-s1", (3, 1)), ("good", (3, 2))],
+)
+@pytest.mark.usefixtures("few_are_listed")
+def test_request_to_go_back_finds_old_archived_state(
+    tmp_path: Path, archive: Archive, requests: list[str], request_text: str, version: tuple[int, int]
+) -> None:
+    """It is beyond the newest entries; whole entries are read of what may be meant only."""
+    archive.add_milestones((3, 1), "1" * 16, [Milestone("best", 2.0)])
+    archive.add_milestones((3, 2), "1" * 16, [Milestone("best", 1.0), Milestone("good")])
+    for step in range(3, 7):
+        archive_step(archive, step, generation=3)
+    context = make_context(tmp_path)
+    sources = list_sources(context, None)
+    page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+    own = replace(take_inventory(context, sources, page, 0), resume_from=parse_request(request_text) or "")
+    assert [state.step for state in own.saved_states] == [6, 5]
+    due = going_back.find_due_request([own], "auto")
+    own = resume_plan.add_states(own, take_further_inventory(context, sources, due))
+    plan = going_back.plan_resume([own], "auto")
+    assert (plan.version, plan.source_tier, plan.given_up_steps) == (version, ARCHIVE, 6 - version[1])
+    assert len([name for name in requests if name.endswith(f" {MAX_ENTRY_BYTES + 1}")]) <= 4
+    done = replace(own.saved_states[0], resume_from=due, went_back_to=version, generation=4)
+    assert going_back.find_due_request([replace(own, saved_states=(done,))], "auto") == ""
+    assert sources[ARCHIVE].open(plan.saved_state_for("x")).manifest  # type: ignore[arg-type]
 
 
 def _tear(content: bytes) -> bytes:

@@ -152,6 +152,46 @@ def test_checkpoint_is_not_archived_twice() -> None:
     assert leader.wait(rules.REQUEST_WAIT_S).upload is None
 
 
+NAMED = replace(HELD, step=5, is_named=True)
+NAMES = replace(HOLDS, held=(HELD, NAMED))
+
+
+def test_milestones_are_archived_at_once_the_oldest_first() -> None:
+    """Nothing else is due, and a newer checkpoint is archived, so the upload is over when a node says so."""
+    leader = Leader("a", last=ArchiveVerdict(archived=ArchivedVersion(1, 20), age_s=0.0))
+    also = replace(NAMED, step=7)
+    verdict = leader.hear(a=replace(NAMES, held=(HELD, also, NAMED)))
+    assert find_upload(verdict).version == (1, 5)
+    assert find_upload(leader.wait(0)).turn == 1, "the archive has a newer one, which does not end it"
+    done = replace(NAMES, held=(HELD, also, NAMED), done_turn=1)
+    assert leader.hear(a=done).upload is None
+    assert leader.wait(0).upload is None, "the node has not looked since then whether it is archived"
+    checked = replace(done, held=(HELD, also), checked_turn=1)
+    assert find_upload(leader.hear(a=checked)).version == (1, 7)
+    assert verdict.archived == leader.wait(0).archived
+
+
+def test_milestone_of_the_first_node_is_waited_for() -> None:
+    """Its contents count, as of any other checkpoint. A node may have failed to name it."""
+    last = ArchiveVerdict(archived=ArchivedVersion(1, 20), age_s=0.0)
+    for first, owner in ((replace(NAMES, held=(replace(NAMED, digest="other"),)), "a"), (HOLDS, "b")):
+        leader = Leader("a", "b", last=last)
+        leader.hear(a=HOLDS)
+        assert leader.hear(b=NAMES).upload is None
+        assert leader.wait(rules.HOLD_WAIT_S - 1).upload is None
+        leader.hear(a=first)
+        assert find_upload(leader.wait(1)).owner == owner
+
+
+@pytest.mark.parametrize(("step", "request_step"), [(5, 20), (20, 0), (21, 0)])
+def test_milestone_replaces_requested_step_unless_it_is_older(step: int, request_step: int) -> None:
+    """One upload of what is as new is enough."""
+    leader = Leader("a")
+    assert leader.hear(a=IDLE).request_step == 20
+    verdict = leader.hear(a=replace(IDLE, held=(replace(NAMED, step=step),)))
+    assert (find_upload(verdict).step, verdict.request_step) == (step, request_step)
+
+
 def test_upload_goes_on_when_view_node_and_leader_change() -> None:
     """The new leader has all of it from the verdict: also the parts of a node that is gone."""
     leader = Leader("a", "b", "c")

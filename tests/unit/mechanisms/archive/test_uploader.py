@@ -12,10 +12,13 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.archive.archive import Archive, open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.errors import ArchiveError
 from elastic_resume.mechanisms.archive import pinned_checkpoint, uploader
 from elastic_resume.mechanisms.archive.judge import UPLOADS, ArchiveJudge, Upload
 from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
+from elastic_resume.milestone import Milestone
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.policy.reasons import JobFinished
 from elastic_resume.rendezvous.facts import Fact, FactBody, Scope
@@ -145,6 +148,98 @@ def test_nodes_share_parts_of_requested_step_and_one_puts_entry(tmp_path: Path) 
     assert sum(map(len, put)) == len(set().union(*put))
     assert [event["step"] for node in job.nodes for event in node.events] == [STEP]
     assert sorted(job.archive.read_events()) == ["a", "b", "c"]
+
+
+def name(job: Job, step: int, *labels: Milestone) -> None:
+    """Commit a step on all nodes if need be, and name it there, as a worker does."""
+    for node in job.nodes:
+        path = node.directory / checkpoint_name(1, step)
+        if not path.exists():
+            node.commit(step)
+        for label in labels:
+            Catalog(node.directory, RUN).add_milestone(path, label)
+        node.part.observe({"event": "milestone", "path": str(path)})
+
+
+def read_names(job: Job) -> dict[int, set[str]]:
+    """Return the names of each archived step."""
+    found = job.archive.list_milestones()
+    return {step: {label.name for label in labels} for (_, step), labels in found.items()}
+
+
+def test_milestones_are_archived_at_once_and_never_deleted(tmp_path: Path) -> None:
+    """Also when they follow quickly, and when a newer checkpoint is archived. Of one name the best counts."""
+    job = Job(tmp_path, "a", "b")
+    job.request()
+    for node in job.nodes:
+        node.commit(STEP)
+    job.work()
+    name(job, 3, Milestone("good"))
+    name(job, 5, Milestone("best", 0.9), Milestone("other"))
+    name(job, 7, Milestone("best", 0.5))
+    name(job, 8, Milestone("best", 1.0))
+    for node in job.nodes:
+        for step in (20, 21, 22):
+            node.commit(step)
+    job.work(rounds=40)
+    assert read_names(job) == {3: {"good"}, 5: {"best", "other"}, 8: {"best"}, STEP: set()}
+    job.now += 1000.0
+    for node in job.nodes:
+        node.part._rate.step = 30
+    job.work()
+    for node in job.nodes:
+        node.commit(node.words["commit_step"])
+    job.work()
+    assert sorted(read_names(job))[:3] == [3, 5, 8]
+    assert len(read_versions(job.archive)) == 4, "--archive-keep 1 counts others only"
+    job.work(rounds=40)
+    assert len(job.archive.list_numbers()) == 4, "nothing is archived twice"
+
+
+def test_name_of_archived_checkpoint_reaches_archive_without_its_parts(tmp_path: Path) -> None:
+    """A script evaluates, and names the checkpoint when its upload is over."""
+    job = Job(tmp_path, "a", "b")
+    job.request()
+    for node in job.nodes:
+        node.commit(STEP)
+    job.work()
+    attempts = job.archive.list_attempts()
+    name(job, STEP, Milestone("best", 0.5))
+    job.work(rounds=20)
+    name(job, STEP, Milestone("good"))
+    job.work(rounds=20)
+    assert job.archive.list_milestones() == {(1, STEP): (Milestone("best", 0.5), Milestone("good"))}
+    assert job.archive.list_attempts() == attempts
+    assert job.archive.list_numbers() == [3, 2, 1]
+    assert read_versions(job.archive) == [(1, STEP)]
+
+
+def test_name_that_comes_within_the_upload_is_in_the_entry(tmp_path: Path) -> None:
+    """So one entry suffices."""
+    job = Job(tmp_path, "a")
+    job.request()
+    job.nodes[0].commit(STEP)
+    while not job.archive.list_attempts():
+        job.nodes[0].part._work()
+    name(job, STEP, Milestone("good"))
+    job.work(rounds=20)
+    assert read_names(job) == {STEP: {"good"}}
+    assert job.archive.list_numbers() == [1]
+
+
+def test_milestones_of_an_earlier_start_are_archived(tmp_path: Path) -> None:
+    """The agent may have ended before; and the last ones are archived at the end of the job."""
+    job = Job(tmp_path, "a")
+    (node,) = job.nodes
+    Catalog(node.directory, RUN).add_milestone(save_checkpoint(node.directory, 1, 3), Milestone("good"))
+    job.work(rounds=20)
+    assert read_names(job) == {3: {"good"}}
+    name(job, 5, Milestone("other"))
+    node.commit(9)
+    node.part.begin_generation(SimpleNamespace(rank=0))  # type: ignore[arg-type]
+    node.job_end = SimpleNamespace(reason=JobFinished())
+    node.part.close()
+    assert read_names(job) == {3: {"good"}, 5: {"other"}, 9: set()}
 
 
 def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
