@@ -169,7 +169,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+# In `make test`; `make soak` has all.
+SOME_ENDS = {"exception", "exit code", "raise exit in thread", "syntax", "hook", "keyboard", "signal", "pipe"}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how in SOME_ENDS else pytest.mark.soak) for how in ENDS]
+)
 def test_script_exits_the_same_plain_and_warm(how: str, warm: RunningForkServer, tmp_path: Path) -> None:
     """Exit code or signal and output are the same; tracebacks show no frame of ours."""
     script = tmp_path / "script.py"
