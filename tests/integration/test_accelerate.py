@@ -46,7 +46,7 @@ KILLS = [
     ("told", 17, 1),
 ]
 DRAIN_STEP = 9
-FEW = ("evaluation", "epoch-end", "save")
+FEW = ("evaluation", "save")
 VARIANTS: list[tuple[str, ...]] = [("accumulate",)]
 if SOAK:
     VARIANTS = [

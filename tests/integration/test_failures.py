@@ -123,6 +123,7 @@ def test_import_error_ends_job_when_disk_loses_events(tmp_path: Path) -> None:
     assert "elastic_resume/agent" not in output, "a traceback of the agent"
 
 
+@pytest.mark.soak  # unit/policy/test_restart.py decides it, the first test ends a job at once
 def test_same_error_on_all_nodes_before_first_step_fails_job(make: Make) -> None:
     """No single machine is the cause."""
     cluster = make("raises", nodes=2)
@@ -167,6 +168,7 @@ def test_node_that_fails_alone_is_excluded(make: Make) -> None:
     assert (end["outcome"], end["exit_code"]) == ("left", 75)
 
 
+@pytest.mark.soak  # unit/policy/test_restart.py decides it
 def test_needed_node_is_not_excluded(make: Make) -> None:
     """The job fails and names the node."""
     cluster = make("segfault", nodes=2)
