@@ -203,7 +203,7 @@ def read_samples(log: Records) -> dict[int, set[int]]:
     return found
 
 
-@pytest.mark.soak  # test_transformers.py has it for a library, test_end_to_end.py without one
+@pytest.mark.soak  # test_end_to_end.py has the samples, a test below the global batch
 def test_job_of_changing_size_reads_same_samples(tmp_path: Path, run_undisturbed: Undisturbed) -> None:
     """A node dies, two go on, and it comes back; each step has the samples of the undisturbed job."""
     whole = run_undisturbed(("accumulate",))
