@@ -27,7 +27,7 @@ from tests.support.s3 import BUCKET, Fault, FaultProxy, s3_environment, serve_s3
 pytestmark = pytest.mark.slow
 
 ADDRESS = f"s3://{BUCKET}/some/prefix"
-IN_FILES = pytest.param("file", marks=pytest.mark.soak)  # unit/archive/test_archive.py interleaves writers there
+IN_FILES = pytest.param("file", marks=pytest.mark.soak)  # unit/archive/test_archive.py has these in files
 # Archive steps beginning with argv[2] until SIGTERM or a second writer; print each that is committed.
 WRITER = """
 import sys

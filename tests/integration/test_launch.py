@@ -138,7 +138,7 @@ def start(directory: Path, script: Path = LAUNCHED, **settings: Any) -> subproce
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Run a notebook, whose last cell is interrupted; return its directory and what its cells have printed."""
+    """Run a notebook, whose last cell is interrupted; return its directory and what its cells print."""
     directory = tmp_path_factory.mktemp("notebook")
     cells = ("import os\nimport elastic_resume as er\nimport torch", FAIL, INTERRUPTED)
     return directory, run_notebook(directory, *cells, marker="pid-0")
