@@ -142,7 +142,6 @@ def test_node_killed_in_upload_leaves_step_before_or_this_one(tmp_path: Path, po
     assert len(set(archive.list_attempts()) - named) <= 1, "only that of an upload under way"
 
 
-@pytest.mark.soak  # unit/mechanisms/archive/test_uploader.py has the error, its pauses and what is logged
 def test_training_goes_on_while_archive_fails(tmp_path: Path) -> None:
     """The reason is logged with its remedy, and uploads begin once it is gone."""
     (tmp_path / "store").touch()
@@ -160,8 +159,7 @@ def test_training_goes_on_while_archive_fails(tmp_path: Path) -> None:
     assert read_archive(tmp_path)[0] == (1, EPOCHS * 10)
 
 
-@pytest.mark.soak  # unit/mechanisms/archive/test_uploader.py ends a node by a signal
-@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_stopped_job_archives_its_last_step(tmp_path: Path, nodes: int) -> None:
     """One node does, if there is time: how fast the archive is, is known from an upload before."""
     with make_cluster(tmp_path / "job", [f"n{index}" for index in range(nodes)], "--grace", "20s") as cluster:
