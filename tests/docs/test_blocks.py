@@ -455,9 +455,10 @@ def test_session_of_page_runs(
 
 
 @pytest.mark.slow
-def test_fragments_run_on_two_ranks(tmp_path: Path) -> None:
-    """With the objects that a reader's script has."""
-    fragments = [block for block in BLOCKS if block.is_fragment]
+@pytest.mark.parametrize("library", ["", pytest.param("lightning", marks=pytest.mark.soak)])
+def test_fragments_run_on_two_ranks(tmp_path: Path, library: str) -> None:
+    """With the objects that a reader's script has. Lightning's import takes as long as all others."""
+    fragments = [b for b in BLOCKS if b.is_fragment and ("import lightning" in b.text) == bool(library)]
     resumes = re.compile(r"er\.(resume|epochs|steps)\(")
     code = [(block.code if resumes.search(block.code) else RESUMED + block.code) for block in fragments]
     code = [text.replace("dist.init_process_group()\n", "") for text in code]  # page.py has called it

@@ -15,13 +15,14 @@ PORTS = ROOT / "examples" / "ports"
 
 @pytest.mark.cluster
 @pytest.mark.slow
+@pytest.mark.soak  # test_no_step_lost.py compares weights after kills, test_state_kinds.py has each state
 @pytest.mark.parametrize(
     ("name", "nodes", "fault"),
     [
-        pytest.param("toy", 1, Fault("kill-worker", rank=0, step=20), marks=pytest.mark.soak),
+        ("toy", 1, Fault("kill-worker", rank=0, step=20)),
         # Not rank 0: if its last copy is lost, BatchNorm's buffers are one update older.
         ("imagenet", 1, Fault("kill-worker", rank=1, step=20)),
-        pytest.param("ema", 2, Fault("kill-node", node=1, step=20), marks=pytest.mark.soak),
+        ("ema", 2, Fault("kill-node", node=1, step=20)),
     ],
 )
 def test_killed_port_ends_with_state_of_undisturbed_run(

@@ -46,7 +46,7 @@ KILLS = [
     ("told", 17, 1),
 ]
 DRAIN_STEP = 9
-FEW = ("evaluation", "epoch-end", "save")
+FEW = ("evaluation", "save")
 VARIANTS: list[tuple[str, ...]] = [("accumulate",)]
 if SOAK:
     VARIANTS = [
@@ -203,6 +203,7 @@ def read_samples(log: Records) -> dict[int, set[int]]:
     return found
 
 
+@pytest.mark.soak  # test_end_to_end.py has the samples, a test below the global batch
 def test_job_of_changing_size_reads_same_samples(tmp_path: Path, run_undisturbed: Undisturbed) -> None:
     """A node dies, two go on, and it comes back; each step has the samples of the undisturbed job."""
     whole = run_undisturbed(("accumulate",))

@@ -28,6 +28,7 @@ from tests.support.s3 import BUCKET, Fault, FaultProxy, s3_environment, serve_s3
 pytestmark = pytest.mark.slow
 
 ADDRESS = f"s3://{BUCKET}/some/prefix"
+IN_FILES = pytest.param("file", marks=pytest.mark.soak)  # unit/archive/test_archive.py has these in files
 # Archive steps beginning with argv[2] until SIGTERM or a second writer; print each that is committed.
 WRITER = """
 import sys
@@ -327,14 +328,14 @@ def finish_writer(process: subprocess.Popen[str]) -> list[str]:
     return output.split()[1:]
 
 
-@pytest.mark.parametrize("kind", ["s3", "file"])
+@pytest.mark.parametrize("kind", ["s3", IN_FILES])
 @pytest.mark.parametrize(
     ("point", "newest"),
     [
-        ("archive.part-stored=kill@2", 5),
+        pytest.param("archive.part-stored=kill@2", 5, marks=pytest.mark.soak),
         ("archive.before-entry=kill", 5),
         ("archive.after-entry=kill", 7),
-        ("archive.entry-pruned=kill", 7),
+        pytest.param("archive.entry-pruned=kill", 7, marks=pytest.mark.soak),
     ],
 )
 def test_killed_writer_leaves_the_step_before_or_this_one(
@@ -355,7 +356,7 @@ def test_killed_writer_leaves_the_step_before_or_this_one(
     assert len(archive.list_attempts()) == len(steps(archive)) == 3
 
 
-@pytest.mark.parametrize("kind", ["s3", "file"])
+@pytest.mark.parametrize("kind", ["s3", IN_FILES])
 def test_two_jobs_at_once_lose_nothing(proxy: FaultProxy, tmp_path: Path, kind: str) -> None:
     """Each of many commits is one's or the other's; whoever is refused stops; what was committed is whole."""
     assert proxy.port

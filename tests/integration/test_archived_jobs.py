@@ -180,6 +180,7 @@ def test_stopped_job_archives_its_last_step(tmp_path: Path, nodes: int) -> None:
         assert read_archive(tmp_path)[0] == newest, "".join(map(cluster.output, range(nodes)))
 
 
+@pytest.mark.soak  # one node reads for all in the first test; test_archive.py has the store
 def test_empty_nodes_read_an_object_store_once(tmp_path: Path) -> None:
     """The job's last checkpoint goes to a real S3 server; of three new nodes one reads it for all."""
     with serve_s3() as port:

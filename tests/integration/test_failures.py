@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -125,6 +123,7 @@ def test_import_error_ends_job_when_disk_loses_events(tmp_path: Path) -> None:
     assert "elastic_resume/agent" not in output, "a traceback of the agent"
 
 
+@pytest.mark.soak  # unit/policy/test_restart.py decides it, the first test ends a job at once
 def test_same_error_on_all_nodes_before_first_step_fails_job(make: Make) -> None:
     """No single machine is the cause."""
     cluster = make("raises", nodes=2)
@@ -169,6 +168,7 @@ def test_node_that_fails_alone_is_excluded(make: Make) -> None:
     assert (end["outcome"], end["exit_code"]) == ("left", 75)
 
 
+@pytest.mark.soak  # unit/policy/test_restart.py decides it
 def test_needed_node_is_not_excluded(make: Make) -> None:
     """The job fails and names the node."""
     cluster = make("segfault", nodes=2)
@@ -209,15 +209,8 @@ def test_node_with_broken_gpu_leaves(make: Make, tmp_path: Path) -> None:
         assert f"rank 1 on node n1 {broken}" in cluster.output(index)
         assert [cause["kind"] for cause in verdicts(cluster, index)[-1]["root_causes"]] == ["gpu"]
     finish(cluster)
-    report = subprocess.run(
-        [sys.executable, "-m", "elastic_resume", "report", str(cluster.run_dir)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert f"generation 1 ended: rank 1 on node n1 failed: its GPU is broken ({gpu})" in " ".join(
-        report.split()
-    )
+    report = " ".join(cluster.report_text().split())
+    assert f"generation 1 ended: rank 1 on node n1 failed: its GPU is broken ({gpu})" in report
 
 
 @pytest.mark.soak

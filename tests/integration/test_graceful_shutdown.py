@@ -113,6 +113,7 @@ def test_drain_commits_last_finished_step(agents: Agents, number: signal.Signals
     assert "Traceback" not in agents.log()
 
 
+@pytest.mark.soak  # test_archived_jobs.py archives the last step of a stopped job, by such a reader
 def test_readers_of_checkpoints_get_the_last_one(agents: Agents) -> None:
     """It is committed after the node has left; nothing else may hold its step."""
     program = agents.directory / "agent.py"

@@ -18,6 +18,7 @@ import torch
 
 from elastic_resume.testing.backends import find_free_port
 from tests.docs import test_blocks
+from tests.support import launch_ranks
 from tests.support.paths import ROOT
 from tests.support.processes import is_alive, wait_for, wait_for_pid
 
@@ -57,6 +58,11 @@ def train(settings):
     run.close()
     print(f"rank {run.rank} prints into the cell")
     return settings, [parameter.detach().clone() for parameter in model.parameters()]
+"""
+ALONE = """
+import os
+_, weights = train(Settings())
+torch.save(weights, f"calm-{os.environ['RANK']}")
 """
 CALM = """
 if __name__ == "__main__":
@@ -132,43 +138,64 @@ def start(directory: Path, script: Path = LAUNCHED, **settings: Any) -> subproce
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Run the cells of a notebook, the last of which is interrupted; return its directory and the outputs."""
+    """Run a notebook, whose last cell is interrupted; return its directory and what its cells print."""
     directory = tmp_path_factory.mktemp("notebook")
-    setup = "import os, signal, threading" + TRAIN
-    cells = (setup, KILL, FAIL, "er.launch(train, (1,))", INTERRUPTED)
+    cells = ("import os\nimport elastic_resume as er\nimport torch", FAIL, INTERRUPTED)
     return directory, run_notebook(directory, *cells, marker="pid-0")
 
 
 @pytest.fixture(scope="module")
 def calm_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[torch.Tensor]]:
-    """Let a script launch the notebook's function, which nobody kills; return the weights of each rank."""
-    directory = tmp_path_factory.mktemp("script")
-    (directory / "calm.py").write_text(TRAIN + CALM)
-    with start(directory, directory / "calm.py") as caller:
-        _, errors = caller.communicate(timeout=250)
-    assert caller.returncode == 0, errors
-    assert (directory / "checkpoints" / "calm").is_dir()
-    weights: dict[int, list[torch.Tensor]] = torch.load(directory / "calm")
-    return weights
+    """Run the notebook's function on ranks that no agent starts and nobody kills; return their weights."""
+    directory = tmp_path_factory.mktemp("alone")
+    (directory / "calm.py").write_text(TRAIN + ALONE)
+    env = [{"ELASTIC_RESUME_CKPT_DIR": str(directory)}] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        ranks = launch_ranks.run_ranks(2, directory / "calm.py", env=env)
+    assert [done.returncode for done in ranks] == [0, 0], ranks[0].stderr
+    return {rank: torch.load(directory / f"calm-{rank}") for rank in range(2)}
+
+
+def check_weights(results: Path, expected: dict[int, list[torch.Tensor]]) -> None:
+    """Check the weights that each rank has returned."""
+    weights = torch.load(results)
+    assert weights.keys() == expected.keys() == {0, 1}
+    for rank, tensors in expected.items():
+        assert all(map(torch.equal, weights[rank], tensors)), rank
 
 
 def test_notebook_function_survives_kill_and_returns_exact_results(
-    notebook: tuple[Path, list[str]], calm_weights: dict[int, list[torch.Tensor]]
+    tmp_path: Path, calm_weights: dict[int, list[torch.Tensor]]
 ) -> None:
-    """The function, a class and a global of the cell reach each worker. The cell gets lines and errors.
-
-    A script is imported again for its function and class.
-    """
-    directory, (_, killed, failed, unnamed, _) = notebook
+    """The function, a class and a global of the cell reach each worker. The cell gets lines and errors."""
+    setup = "import os, signal, threading" + TRAIN
+    _, killed, unnamed = run_notebook(tmp_path, setup, KILL, "er.launch(train, (1,))")
     assert "rank 1 was killed by SIGKILL; restarting." in killed
     assert "rank 1 prints into the cell" in killed
-    weights = torch.load(directory / "results")
-    assert weights.keys() == calm_weights.keys() == {0, 1}
-    for rank, expected in calm_weights.items():
-        assert all(map(torch.equal, weights[rank], expected)), rank
+    check_weights(tmp_path / "results", calm_weights)
+    assert "ConfigError: launch() cannot find the name of this notebook" in unnamed
+
+
+@pytest.mark.soak  # unit/launching/test_call_memory.py and test_command_of_function.py have each part
+def test_script_is_imported_again_for_its_function_and_class(
+    tmp_path: Path, calm_weights: dict[int, list[torch.Tensor]]
+) -> None:
+    """Its checkpoints are beside it."""
+    (tmp_path / "calm.py").write_text(TRAIN + CALM)
+    with start(tmp_path, tmp_path / "calm.py") as caller:
+        _, errors = caller.communicate(timeout=250)
+    assert caller.returncode == 0, errors
+    assert (tmp_path / "checkpoints" / "calm").is_dir()
+    check_weights(tmp_path / "calm", calm_weights)
+
+
+@pytest.mark.soak  # unit/launching/test_launcher.py raises from what ranks have stored
+def test_failed_job_raises_in_notebook(notebook: tuple[Path, list[str]]) -> None:
+    """The error has rank, kind and exit code, and the line of the cell."""
+    _, (_, failed, _) = notebook
     assert "1 ValueError 1 True" in failed
     assert "with source: True" in failed
-    assert "ConfigError: launch() cannot find the name of this notebook" in unnamed
 
 
 @pytest.mark.soak
@@ -189,6 +216,7 @@ def test_blocks_of_guide_run_in_notebook(tmp_path: Path) -> None:
     assert names == {"digits", "digits-0.1", "digits-0.2"}
 
 
+@pytest.mark.soak  # test_run_command.py has a signal to the agent, the next test a caller that ends
 def test_interrupted_notebook_ends_job_and_raises(notebook: tuple[Path, list[str]]) -> None:
     """The agent gets the interrupt once, saves the last step, and leaves no process."""
     directory, (*_, output) = notebook

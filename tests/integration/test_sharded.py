@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import elastic_resume as er
+from elastic_resume import cli
 from elastic_resume.state import diff
 from elastic_resume.testing import Cluster, chaos
 from tests.support import launch_ranks
@@ -144,7 +143,8 @@ def test_random_faults_change_nothing(
     check_same(log, undisturbed, STEPS * epochs)
 
 
-@pytest.mark.parametrize("words", SOME_WAYS)
+@pytest.mark.soak  # test_end_to_end.py has the samples, `test_a_resume_divides_anew` the shards
+@pytest.mark.parametrize("words", WAYS)
 def test_other_numbers_of_nodes_keep_samples_and_losses(
     undisturbed: Path, tmp_path: Path, words: list[str]
 ) -> None:
@@ -197,7 +197,9 @@ def test_a_drained_job_loses_no_step(tmp_path: Path, flags: list[str]) -> None:
         assert cluster.lost_steps == 0
 
 
-def test_a_checkpoint_of_shards_is_read_as_a_whole(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_shards_is_read_as_a_whole(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """er.load and export see whole tensors; for a damaged byte a tensor and its shard are named."""
     (end, *_) = read_ends(undisturbed).values()
     node = undisturbed.parent / "disks" / "n1" / "job" / "n1"
@@ -207,8 +209,7 @@ def test_a_checkpoint_of_shards_is_read_as_a_whole(undisturbed: Path, tmp_path: 
     assert optimizer["state"][0]["exp_avg"].shape == state["0.weight"].shape
     newest = max(path for path in node.iterdir() if re.match(r"g\d+-s\d+", path.name))
     target = tmp_path / "model.pt"
-    command = [sys.executable, "-m", "elastic_resume"]
-    subprocess.run([*command, "export", str(newest), str(target)], check=True)
+    assert cli.main(["export", str(newest), str(target)]) == 0
     exported = torch.load(target, weights_only=True)
     assert all(torch.equal(exported[name], value) for name, value in state.items())
     copy = shutil.copytree(newest, tmp_path / "n1" / newest.name)
@@ -216,10 +217,8 @@ def test_a_checkpoint_of_shards_is_read_as_a_whole(undisturbed: Path, tmp_path: 
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    words = [*command, "verify", "--deep", str(copy)]
-    verified = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert verified.returncode != 0
-    assert "(they hold model/0.weight@0of2 and " in " ".join(verified.stdout.split())
+    assert cli.main(["verify", "--deep", str(copy)]) != 0
+    assert "(they hold model/0.weight@0of2 and " in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_resume_divides_anew(undisturbed: Path, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_node_that_is_needed_joins_at_once_and_its_standby_is_adopted(job: Job) 
     job.wait_for_next_generation(ALL)  # it has failed once, so this agent tries no other
 
 
-@pytest.mark.parametrize("end", ["drain", "finish"])
+# unit/mechanisms/standbys/test_workers.py ends standbys with the agent's part in the job.
+@pytest.mark.parametrize("end", ["drain", pytest.param("finish", marks=pytest.mark.soak)])
 def test_standby_ends_with_the_job(job: Job, end: str) -> None:
     """It may come while a node prepares. Nothing is left, and no failure is reported."""
     first = job.wait_for_next_generation(ALL)

@@ -124,6 +124,7 @@ def test_sharded_model_survives_worker_and_node(tmp_path: Path) -> None:
     assert_same(killed, undisturbed, ranks=4)
 
 
+@pytest.mark.soak  # test_end_to_end.py has the samples, unit/integrations/test_trainer.py the global batch
 def test_other_worlds_read_the_same_samples(undisturbed: JobRecords, tmp_path: Path) -> None:
     """A node dies in a step and comes back; another one is asked to leave: 3, 2, 3, 2 ranks.
 

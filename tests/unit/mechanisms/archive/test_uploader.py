@@ -313,6 +313,7 @@ def test_error_is_logged_and_tried_again_with_growing_pauses(
     node.work()
     assert read_versions(job.archive) == [(1, STEP)]
     assert not node.part._failures.text
+    assert caplog.messages[-1] == "uploads to the archive work again."
 
 
 @pytest.mark.parametrize("generation", [1, 0])
