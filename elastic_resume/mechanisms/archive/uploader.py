@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elastic_resume import constants, failpoints
 from elastic_resume.archive.archive import Archive, open_archive
-from elastic_resume.archive.entries import Attempt, make_attempt_id, merge_milestones
+from elastic_resume.archive.entries import Attempt, is_outdated, make_attempt_id, merge_milestones
 from elastic_resume.background import BackgroundThread, lower_priority
 from elastic_resume.checkpoint.catalog import Catalog, choose_milestones
 from elastic_resume.checkpoint.reader import parse_checkpoint_name
@@ -36,11 +36,11 @@ from elastic_resume.mechanisms.archive.judge import (
     Begun,
     EndFacts,
     HeldCheckpoint,
+    LogStart,
     NodeReport,
     Upload,
     Version,
     decide_last_upload,
-    is_outdated,
     iter_parts,
     to_ranges,
 )
@@ -153,6 +153,7 @@ class ArchiveUploader(AgentPart):
         self._named: dict[Version, Path] = {}  # checkpoints whose milestones are not archived
         self._reported: tuple[HeldCheckpoint, ...] = ()
         self._failures = ArchiveFailures()
+        self._log_start: LogStart | None = None
         self._begun: Begun | None = None
         self._begun_at = 0.0
         self._attempt, self._put = "", frozenset[int]()
@@ -251,6 +252,7 @@ class ArchiveUploader(AgentPart):
             bytes_per_s=round(self._put_bytes / self._put_s) if self._put_s else 0.0,
             held=self._reported,
             begun=self._begun,
+            log_start=self._log_start,
             attempt=self._attempt,
             put=to_ranges(self._put),
             archived=self._archived,
@@ -368,7 +370,7 @@ class ArchiveUploader(AgentPart):
         if not upload.attempt:
             if upload.owner != node or (self._begun and self._begun.turn == upload.turn):
                 return False
-            attempt = archive.begin(upload.version, self._make_nonce())
+            attempt = self._begin(archive, checkpoint)
             if attempt is None:
                 archive.add_milestones(upload.version, self._make_nonce(), checkpoint.read_milestones())
                 self._note_archived(upload.version)
@@ -391,6 +393,16 @@ class ArchiveUploader(AgentPart):
         self._commit(archive, Attempt(upload.number, upload.attempt, upload.version), checkpoint)
         self._done_turn = upload.turn
         return True
+
+    def _begin(self, archive: Archive, checkpoint: PinnedCheckpoint) -> Attempt | None:
+        """Begin an attempt; None if the checkpoint is archived already."""
+        writer, first_number = self._verdict.writer or self._nonce, self._verdict.first_number
+        if not first_number:  # no node of this job has begun one
+            if self._log_start is None or self._log_start.writer != writer:
+                self._log_start = LogStart(writer, archive.find_next_number())
+            first_number = self._log_start.number
+        manifest = checkpoint.manifest
+        return archive.begin(manifest.version, self._make_nonce(), first_number, manifest.blocks)
 
     def _note_archived(self, version: Version) -> None:
         if self._archived is None or version > self._archived.version:
@@ -514,7 +526,7 @@ class ArchiveUploader(AgentPart):
         with ByteProgress(what, manifest.file_bytes, lambda: done):
             while True:
                 try:
-                    attempt = attempt or archive.begin(manifest.version, self._make_nonce())
+                    attempt = attempt or self._begin(archive, checkpoint)
                     while attempt and part < checkpoint.held.parts:
                         self._put_part(archive, attempt.id, checkpoint, part)
                         part, done = part + 1, done + checkpoint.part_bytes
