@@ -87,6 +87,7 @@ def archive(proxy: FaultProxy, tmp_path: Path) -> Archive:
 def address(request: pytest.FixtureRequest, proxy: FaultProxy, tmp_path: Path) -> str:
     """An address of each kind of store."""
     assert proxy.port
+    (tmp_path / "archive").mkdir()
     return {
         "s3": f"s3://{BUCKET}/{tmp_path.name}",
         "file": f"file://{tmp_path}/archive",
@@ -168,7 +169,7 @@ def test_doctor_names_what_is_wrong(proxy: FaultProxy) -> None:
     problems = {
         "s3:/bucket": "two slashes",
         "s3://no-such-bucket": "404 NoSuchBucket: there is no such bucket",
-        "/proc/nowhere": "check that the file system is mounted",
+        "/proc/nowhere": "mount the file system, or create the directory with mkdir",
     }
     for address, problem in problems.items():
         (finding,) = check_archive(address)
@@ -363,6 +364,7 @@ def test_two_jobs_at_once_lose_nothing(proxy: FaultProxy, tmp_path: Path, kind: 
     assert proxy.port
     for number in range(2):
         address = f"{ADDRESS}/{tmp_path.name}/{number}" if kind == "s3" else str(tmp_path / str(number))
+        (tmp_path / str(number)).mkdir()
         writers = [start_writer(address, first, 20 + first) for first in (1, 2)]
         for writer in writers:
             assert writer.stdout is not None

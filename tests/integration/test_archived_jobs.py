@@ -25,6 +25,7 @@ NODES = 2
 def make_cluster(directory: Path, names: Sequence[str], *flags: str, workers: int = 1) -> Cluster:
     """Return a cluster whose nodes have these names, with an archive beside it."""
     store = directory.parent / "store"
+    store.mkdir(parents=True, exist_ok=True)
     common = [
         "--archive",
         str(store),
@@ -151,14 +152,16 @@ def test_node_killed_in_upload_leaves_step_before_or_this_one(tmp_path: Path, po
 
 def test_training_goes_on_while_archive_fails(tmp_path: Path) -> None:
     """The reason is logged with its remedy, and uploads begin once it is gone."""
-    (tmp_path / "store").touch()
+    parts = tmp_path / "store" / "job" / "parts"
+    parts.parent.mkdir(parents=True)
+    parts.touch()  # in the place of a directory: it can be listed, but nothing can be put there
     with make_cluster(tmp_path / "job", ["n0"]) as cluster:
         start(cluster, tmp_path / "log", "--fast-from", str(tmp_path / "fast"), step_delay=0.2)
         cluster.wait(lambda: cluster.events("archive-failed"), "an error of the archive")
         step = cluster.wait(step=1)["step"]
         cluster.wait(step=step + 1)
         assert "Training continues, and this node tries again." in cluster.output(0)
-        (tmp_path / "store").unlink()
+        parts.unlink()
         cluster.wait(lambda: cluster.events("archived"), "an archived checkpoint")
         assert "uploads to the archive work again." in cluster.output(0)
         (tmp_path / "fast").touch()

@@ -117,6 +117,7 @@ def test_new_nodes_go_back_to_an_archived_milestone(
     make_job: Callable[..., Job], expected: set[str], tmp_path: Path
 ) -> None:
     """All nodes and disks are gone. Whatever the interval, the milestone was archived, and so was the end."""
+    (tmp_path / "store").mkdir()
     env = {"ELASTIC_RESUME_ARCHIVE": str(tmp_path / "store"), "ELASTIC_RESUME_ARCHIVE_EVERY": "1h"}
     job = make_job("first", env=env)
     assert job.run(SAVES="5:good,6:best:0.5", SPIKE="12") == [0, 0, 0]
