@@ -25,6 +25,13 @@ So an archived checkpoint exists whole or not at all, whichever process dies whe
 commit. Whoever had begun such an attempt had seen an older log. Its number is therefore taken (3), or smaller
 than the newest (4), and it cannot commit.
 
-**Prune.** An entry goes before its parts. The entry with the greatest number stays, because it numbers the
-next one.
+**Names.** Entries never change. A checkpoint that is named later gets a further entry with the same parts,
+whose milestones are those of all its entries.
+
+**Order.** (generation, step, epoch) orders checkpoints, not the number: the entry of a milestone, a name or
+a late job may come after a newer one. Each entry has the greatest of the log. So a reader that knows the
+newest entry knows whether the log has anything newer than its own state.
+
+**Prune.** An entry goes before its parts, which stay while another entry names them. The entry with the
+greatest number stays, because it numbers the next one.
 """
