@@ -15,6 +15,10 @@ if it does not exist, as in the transaction log of Delta Lake:
    or that of a second writer: `SecondWriterError`.
 4. If the log has a greater number now, ours was one that a second writer had used and pruned: the same error.
 
+**Two jobs.** An attempt's id begins with its job's writer. An attempt does not begin if another writer of an equal
+or newer generation has put an entry since this job began to archive, nor if one has archived other content of
+this step. An older generation is a job that was replaced, and wakes up: it does not count.
+
 So an archived checkpoint exists whole or not at all, whichever process dies where.
 
 **Sweep.** Parts of attempts that no entry names are deleted after a commit, if they were listed before that

@@ -28,10 +28,10 @@ DEFAULT_GRACE_S = 5.0
 END_MARGIN_S = 0.5
 """Of the grace, for what the agent does after it."""
 LIMIT_S = 3600.0
-OTHERS_LIMIT_S = 10.0
+OTHERS_LIMIT_S = 3.0
 """A node that archives no last checkpoint waits so long for its own request under way."""
-FAILURE_LIMIT_S = 120.0
-"""So long it is tried again while every request fails."""
+STALL_S = 60.0
+"""Give up when nothing was put for so long, and twice the time that a part takes as measured."""
 MAX_PAUSE_S = 15.0
 MAX_LASTING_FAILURES = 2
 """So often it is tried if waiting does not mend what is wrong."""
@@ -48,6 +48,7 @@ class LastUpload:
         self._requested, self._done = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # guards the rest
         self._step: int | None = None  # under way
+        self._give_up_at = 0.0  # unless something is put
         self._is_over = False
 
     # ---- any thread -----------------------------------------------------------------------------------
@@ -82,15 +83,17 @@ class LastUpload:
         """
         self._requested.set()
         began, limit_s = time.monotonic(), LIMIT_S if is_first else OTHERS_LIMIT_S
+        with self._lock:
+            self._give_up_at = began + STALL_S
         while not self._done.wait(POLL_S) and time.monotonic() - began < limit_s:
             left_s = self.find_left_s()
-            if left_s is not None and left_s <= 0:
+            if (left_s is not None and left_s <= 0) or time.monotonic() >= self._give_up_at:
                 break
         with self._lock:
             self._is_over = True
             step = self._step
         if step is not None:
-            self._note_missing(step, "a signal has ended its upload, or a limit of time.")
+            self._note_missing(step, "it took too long, and this node must end.")
         elif is_first and not self._done.is_set():
             logger.warning("the last checkpoint may be missing in the archive, which did not answer in time.")
 
@@ -117,14 +120,14 @@ class LastUpload:
 
     def _try(self, checkpoint: PinnedCheckpoint, writer: ArchiveWriter) -> str:
         """Try until it is archived, or there is a reason to give up, which is returned."""
-        manifest, done, failures = checkpoint.manifest, 0, 0
-        began = failing_since = time.monotonic()
+        manifest, done, failures, began = checkpoint.manifest, 0, 0, time.monotonic()
+        self._note_progress(0.0)
         attempt: Attempt | None = None
         logger.info("archiving step %d before this node ends.", manifest.step)
         with ByteProgress(f"archiving step {manifest.step}", manifest.file_bytes, lambda: done):
             while True:
                 try:
-                    attempt = attempt or writer.begin(manifest.version)
+                    attempt = attempt or writer.begin(checkpoint)
                     if attempt is None:
                         writer.add_milestones(checkpoint)
                         logger.info("step %d is archived already.", manifest.step)
@@ -132,6 +135,7 @@ class LastUpload:
                     for part in range(done // checkpoint.part_bytes, checkpoint.held.parts):
                         writer.put_part(attempt.id, checkpoint, part)
                         done, failures = done + checkpoint.part_bytes, 0
+                        self._note_progress(2 * checkpoint.part_bytes / max(writer.bytes_per_s, 1.0))
                     writer.delete_old(writer.commit(attempt, checkpoint, began), manifest.step)
                     return ""
                 except SecondWriterError as error:
@@ -140,23 +144,24 @@ class LastUpload:
                     attempt, done = None, 0
                 except (ArchiveError, CheckpointError) as error:
                     failures += 1
-                    failing_since = time.monotonic() if failures == 1 else failing_since
                     pause_s = find_pause_s(failures, MAX_PAUSE_S)
-                    until = time.monotonic() + pause_s
-                    if self._gives_up(error, failures, pause_s, until - failing_since, until - began):
+                    if self._gives_up(error, failures, pause_s):
                         return str(error)
                     if failures == 1:
                         logger.warning("%s This node tries again for a time before it ends.", error)
                     self._woken.clear()
                     self._woken.wait(pause_s)
 
-    def _gives_up(
-        self, error: Exception, failures: int, pause_s: float, failing_s: float, seconds: float
-    ) -> bool:
+    def _note_progress(self, needed_s: float) -> None:
+        with self._lock:
+            self._give_up_at = time.monotonic() + STALL_S + needed_s
+
+    def _gives_up(self, error: Exception, failures: int, pause_s: float) -> bool:
         if self._is_over or (failures >= MAX_LASTING_FAILURES and not can_pass(error)):
             return True
         left_s = self.find_left_s()
-        return failing_s > FAILURE_LIMIT_S or seconds > LIMIT_S or (left_s is not None and left_s <= pause_s)
+        is_late = time.monotonic() + pause_s >= self._give_up_at
+        return is_late or (left_s is not None and left_s <= pause_s)
 
     def _note_missing(self, step: int, problem: str) -> None:
         logger.warning("step %d is not archived, and is on this node's disk: %s", step, problem)

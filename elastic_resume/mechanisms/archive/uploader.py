@@ -197,6 +197,7 @@ class ArchiveUploader(AgentPart):
             bytes_per_s=round(writer.bytes_per_s),
             held=self._reported,
             begun=self._begun,
+            log_start=writer.log_start,
             attempt=self._attempt,
             put=to_ranges(self._put),
             archived=writer.archived,
@@ -250,7 +251,7 @@ class ArchiveUploader(AgentPart):
         if fact is not None and fact.body != self._verdict_body:
             self._verdict_body, before = fact.body, self._verdict.archived
             self._verdict = verdict = decode_body(ArchiveVerdict, fact.body)
-            writer.job_nonce = verdict.writer
+            writer.job_nonce, writer.first_number = verdict.writer, verdict.first_number
             if verdict.archived != before:
                 self._archived_at = time.monotonic() - verdict.age_s
         return self._verdict
@@ -333,7 +334,7 @@ class ArchiveUploader(AgentPart):
         if not upload.attempt:
             if upload.owner != self._node or (self._begun and self._begun.turn == upload.turn):
                 return False
-            attempt = writer.begin(upload.version)
+            attempt = writer.begin(checkpoint)
             if attempt is None:
                 writer.add_milestones(checkpoint)
                 self._done_turn = upload.turn

@@ -13,9 +13,9 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.archive.archive import Archive
-from elastic_resume.archive.entries import Attempt, make_attempt_id
+from elastic_resume.archive.entries import Attempt, is_outdated, make_attempt_id
 from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError
-from elastic_resume.mechanisms.archive.judge import ArchivedVersion, Version, is_outdated
+from elastic_resume.mechanisms.archive.judge import ArchivedVersion, LogStart, Version
 from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
 from elastic_resume.units import format_count
 
@@ -35,6 +35,9 @@ class ArchiveWriter:
         self.nonce = secrets.token_hex(8)
         self.job_nonce = ""
         """`ArchiveVerdict.writer`; empty before the first verdict."""
+        self.first_number = 0
+        """`ArchiveVerdict.first_number`."""
+        self.log_start: LogStart | None = None
         self.archived: ArchivedVersion | None = None
         """The newest that this node has archived."""
         self.refusal = ""
@@ -43,9 +46,15 @@ class ArchiveWriter:
         """How fast this node has put parts; 0 if it has put none."""
         self._put_bytes, self._put_s = 0, 0.0
 
-    def begin(self, version: Version) -> Attempt | None:
-        """Begin an attempt; None: this version is archived already."""
-        return self.archive.begin(version, self._make_nonce())
+    def begin(self, checkpoint: PinnedCheckpoint) -> Attempt | None:
+        """Begin an attempt; None if the checkpoint is archived already."""
+        first_number, writer = self.first_number, self.job_nonce or self.nonce
+        if not first_number:  # no node of this job has begun one
+            if self.log_start is None or self.log_start.writer != writer:
+                self.log_start = LogStart(writer, self.archive.find_next_number())
+            first_number = self.log_start.number
+        manifest = checkpoint.manifest
+        return self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest.blocks)
 
     def add_milestones(self, checkpoint: PinnedCheckpoint) -> None:
         """Put the milestones of a checkpoint that is archived already."""

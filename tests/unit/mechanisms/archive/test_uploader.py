@@ -91,8 +91,9 @@ class Node:
 class Job:
     """The nodes of a job, their leader and its clock."""
 
-    def __init__(self, path: Path, *names: str) -> None:
-        self.path, self.store = path, path / "store"
+    def __init__(self, path: Path, *names: str, store: Path | None = None) -> None:
+        self.path, self.store = path, store or path / "store"
+        self.store.mkdir(parents=True, exist_ok=True)
         self.now, self.body = 1000.0, FactBody("")
         self.judge = ArchiveJudge(Scope(0, (), names[0], 3.0))
         self.judge.start_view(1, names)
@@ -262,6 +263,7 @@ def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
 def test_parts_in_another_directory_are_missed_before_the_entry(tmp_path: Path) -> None:
     """A directory may be on each node's own disk, though it has the same name."""
     job = Job(tmp_path, "a")
+    (tmp_path / "other").mkdir()
     job.nodes.append(Node(job, "b", tmp_path / "other"))
     job.request()
     for node in job.nodes:
@@ -283,6 +285,37 @@ def test_pruned_checkpoint_is_uploaded_to_its_end(tmp_path: Path) -> None:
         file.unlink()
     job.work()
     assert read_versions(job.archive) == [(1, STEP)]
+
+
+def archive_next(job: Job, step: int) -> None:
+    """Have a job archive a step after ``step``."""
+    job.now += 1000.0
+    for node in job.nodes:
+        node.part._rate.step = step
+    job.work()
+    for node in job.nodes:
+        node.commit(node.words["commit_step"])
+    job.work(rounds=10)
+
+
+def test_one_of_two_jobs_that_alternate_is_refused(tmp_path: Path) -> None:
+    """The second one's next leader knows what the first one has found in the log."""
+    first = Job(tmp_path / "1", "a", "b")
+    second = Job(tmp_path / "2", "a", "b", store=first.store)
+    archive_next(first, 12)
+    archive_next(second, 12)
+    assert read_versions(first.archive) == [(1, STEP)], "the same content is archived already"
+    second.judge = ArchiveJudge(Scope(0, (), "b", 3.0, second.body))
+    second.judge.start_view(2, ("b", "a"))
+    for node in second.nodes:
+        node.part._rate.step = 13
+    second.work()
+    archive_next(first, 22)
+    archive_next(second, 32)
+    assert read_versions(first.archive)[0] == (1, 24), "and --archive-keep 1 has deleted the one before"
+    refusals = [job.nodes[0].part._verdict.refusal for job in (first, second)]
+    assert not refusals[0]
+    assert "entry 2 was written by the attempt g000001-s0000000024" in refusals[1]
 
 
 def test_error_is_logged_and_tried_again_with_growing_pauses(
