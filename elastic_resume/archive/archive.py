@@ -27,6 +27,7 @@ from elastic_resume.archive.entries import (
     Moment,
 )
 from elastic_resume.archive.store import Store
+from elastic_resume.background import map_in_daemon_threads
 from elastic_resume.checkpoint.layout import MAX_HEADER_BYTES, Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
@@ -548,8 +549,8 @@ class Archive:
                 return number, None, True
             return number, header, header is not None
 
-        with ThreadPoolExecutor(_THREADS, "elastic-resume-archive") as threads:
-            return {number: header for number, header, exists in threads.map(read, numbers) if exists}
+        found = map_in_daemon_threads(read, numbers, _THREADS)  # an agent that must end waits for none
+        return {number: header for number, header, exists in found if exists}
 
     def _read_header(self, number: int) -> EntryHeader | None:
         """Return the first line of an entry; None if it does not exist."""

@@ -299,7 +299,10 @@ class ArchiveJudge(Judge):
             return  # no step has been measured
         step = newest.step + max(MIN_LEAD_STEPS, math.ceil(REQUEST_LEAD_S / newest.step_s))
         every = self._interval.every_steps
-        step = -(-step // every) * every if every else step
+        multiple = -(-step // every) * every if every else step
+        # After a start a multiple may be too near before the speed is known: that one is late, not left out.
+        is_late = step - newest.step < every and multiple - every > newest.step
+        step = step if is_late and self._verdict.archived is None else multiple
         self._held_at = self._passed_at = math.inf
         self._verdict = replace(self._verdict, request_step=step)
 

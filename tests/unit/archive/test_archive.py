@@ -136,7 +136,9 @@ def test_absent_directory_is_no_empty_archive(tmp_path: Path) -> None:
         lambda: archive_step(absent, 5),
     ]
     for request in requests:
-        with pytest.raises(ArchiveError, match=r"mnt: No such file.*; mount .* with mkdir") as caught:
+        with pytest.raises(
+            ArchiveError, match=r"mnt: No such file.*; mount .*, or create .* with mkdir"
+        ) as caught:
             request()
         assert caught.value.kind == "missing-bucket"
         assert not root.exists()

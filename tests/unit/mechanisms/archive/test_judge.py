@@ -89,7 +89,9 @@ def test_first_upload_is_due_at_once_and_later_ones_after_interval() -> None:
         (replace(IDLE, step_s=60.0), 14),
         (replace(IDLE, step_s=0.0), 0),  # not measured
         (replace(IDLE, every_steps=10), 20),
-        (replace(IDLE, every_steps=19), 38),  # the nearest multiple comes too soon
+        (replace(IDLE, every_steps=19), 20),  # 19 is too near: the first one is rather late than left out
+        (replace(IDLE, every_steps=19, archived=ArchivedVersion(1, 1)), 38),  # later ones are multiples
+        (replace(IDLE, every_steps=7), 21),  # as soon as can be, whatever the interval
     ],
 )
 def test_requested_step_is_ahead_of_all_nodes(report: NodeReport, step: int) -> None:
