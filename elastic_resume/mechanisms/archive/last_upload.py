@@ -7,13 +7,12 @@ The uploader's thread does `upload`. The agent's main thread stands in `wait`, w
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic_resume import constants
+from elastic_resume import grace
 from elastic_resume.archive.entries import Attempt
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError
@@ -24,7 +23,6 @@ from elastic_resume.mechanisms.archive.writer import ArchiveWriter
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-DEFAULT_GRACE_S = 5.0
 END_MARGIN_S = 0.5
 """Of the grace, for what the agent does after it."""
 LIMIT_S = 3600.0
@@ -66,13 +64,8 @@ class LastUpload:
 
     def find_left_s(self) -> float | None:
         """Return how long this node may take after a signal to stop; None without one."""
-        if self._stopping_at is None:
-            return None
-        try:
-            grace_s = float(os.environ.get(constants.ENV_GRACE, ""))
-        except ValueError:
-            grace_s = DEFAULT_GRACE_S
-        return self._stopping_at + grace_s - END_MARGIN_S - time.monotonic()
+        left_s = grace.find_left_s(self._stopping_at)
+        return None if left_s is None else left_s - END_MARGIN_S
 
     # ---- the main thread ------------------------------------------------------------------------------
 
