@@ -257,10 +257,11 @@ def parse_entry(number: int, data: memoryview, run_id: str | None) -> ArchivedCh
 
 
 def describe_history(manifest: Manifest) -> str:
-    """Return the request with which a state's history has gone back, and to what; "" if it never has."""
-    if not manifest.resume_from:
+    """Return the last way back of a state's history; "" if it never has gone back."""
+    if not manifest.ways_back:
         return ""
-    return f"{manifest.resume_from} {'-'.join(map(str, manifest.went_back_to))}"
+    last = manifest.ways_back[-1]
+    return f"{last.request[:64]} {last.generation}-{last.step} {last.new_generation}"
 
 
 def choose_milestones(headers: Iterable[EntryHeader]) -> dict[tuple[int, int], tuple[Milestone, ...]]:

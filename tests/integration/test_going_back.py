@@ -60,7 +60,9 @@ class Job:
     def requests(self, index: int) -> set[str]:
         """Return the requests from which the states on a node's disk descend, milestones aside."""
         found = (e for e in self.cluster.checkpoints(index) if e.manifest is not None and not e.milestones)
-        return {entry.manifest.resume_from for entry in found if entry.manifest is not None}
+        return {
+            way.request for entry in found if entry.manifest is not None for way in entry.manifest.ways_back
+        }
 
     def moved(self, index: int) -> list[str]:
         """Return the names in a node's quarantine."""

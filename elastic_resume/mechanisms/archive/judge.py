@@ -7,7 +7,8 @@ Every node reports the checkpoints that it could upload, and how far it is. The 
               │ nobody held │  └────────┴──────────┴──► dropped: no progress, no node holds it, or its
               └─ the step ──┘                            number is taken; due again at once
 
-- *requested*: all nodes commit ``request_step``, since each one commits at other steps by itself.
+- *requested*: all nodes commit ``request_step``, since each one commits at other steps by itself. A request
+  is dropped, and due again, if all nodes have gone back behind where it was made.
 - *chosen*: the owner, the first node that holds it, fixes the number in the archive's log.
 - *begun*: all nodes with the same content put their shares of the parts.
 - *complete*: every part is there. The owner puts the entry, which is the commit.
@@ -187,6 +188,8 @@ class ArchiveVerdict:
 
     request_step: int = 0
     """The step that all nodes commit; 0: none."""
+    requested_at: int = 0
+    """The newest step of all nodes at the request."""
     upload: Upload | None = None
     archived: ArchivedVersion | None = None
     age_s: float = 0.0
@@ -304,11 +307,14 @@ class ArchiveJudge(Judge):
         is_late = step - newest.step < every and multiple - every > newest.step
         step = step if is_late and self._verdict.archived is None else multiple
         self._held_at = self._passed_at = math.inf
-        self._verdict = replace(self._verdict, request_step=step)
+        self._verdict = replace(self._verdict, request_step=step, requested_at=newest.step)
 
     def _choose(self, now: float) -> None:
         """Choose the requested checkpoint once the first node holds it, or another one after a time."""
         wanted, newest_step = self._verdict.request_step, max(r.step for r in self._reports.values())
+        if 0 < newest_step < self._verdict.requested_at:  # the job went back, maybe far: due again at once
+            self._verdict = replace(self._verdict, request_step=0)
+            return
         found = [held for _, held in self._list_held() if held.step == wanted]
         if found:
             self._held_at = min(self._held_at, now)

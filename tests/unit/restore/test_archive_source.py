@@ -228,7 +228,7 @@ def test_request_to_go_back_finds_old_archived_state(
     plan = going_back.plan_resume([own], "auto")
     assert (plan.version, plan.source_tier, plan.given_up_steps) == (version, ARCHIVE, 6 - version[1])
     assert len([name for name in requests if name.endswith(f" {MAX_ENTRY_BYTES + 1}")]) <= 4
-    done = replace(own.saved_states[0], resume_from=due, went_back_to=version, generation=4)
+    done = replace(own.saved_states[0], ways_back=plan.ways_back, generation=4)
     assert going_back.find_due_request([replace(own, saved_states=(done,))], "auto") == ""
     assert sources[ARCHIVE].open(plan.saved_state_for("x")).manifest  # type: ignore[arg-type]
 

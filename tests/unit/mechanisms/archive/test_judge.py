@@ -144,6 +144,20 @@ def test_newest_checkpoint_counts_when_no_node_holds_the_requested_step() -> Non
     assert find_upload(leader.wait(1)).step == 18
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "request_step"),
+    [(12, 12, 20), (12, 3, 20), (13, 13, 20), (0, 0, 20), (11, 11, 0), (3, 3, 0), (3, 0, 0)],
+)
+def test_request_is_dropped_once_all_nodes_are_behind_where_it_was_made(
+    a: int, b: int, request_step: int
+) -> None:
+    """After a way back the step may be hours ahead. No worker runs at 0. The next leader knows it too."""
+    leader = Leader("a", "b", last=Leader("a").hear(a=IDLE))
+    verdict = leader.hear(a=replace(IDLE, step=a), b=replace(IDLE, step=b))
+    assert verdict.request_step == request_step
+    assert leader.wait(0.0).request_step == (request_step or a + 8)
+
+
 def test_checkpoint_is_not_archived_twice() -> None:
     """A step that the archive has is never written again."""
     leader = Leader("a", last=ArchiveVerdict(archived=ArchivedVersion(1, 20), age_s=1000.0))
