@@ -1,4 +1,4 @@
-"""Name checkpoints that stay: what a label may be, and which of several with a metric counts.
+"""Name checkpoints: labels that keep them, which of several with a metric counts, and ways back to them.
 
 A checkpoint may have several milestones. `checkpoint.catalog` stores them beside its manifest.
 """
@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 LATEST = "latest"
+OFF = "off"  # no request
 DAMAGED = "?"  # no label: the name of milestones whose file cannot be read, so that they stay
+MAX_NAMES = 32  # of one checkpoint
+MAX_WAYS_BACK = 256  # of one history: each of its states has them all
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"[0-9]{1,15}")
 _VERSION = re.compile(r"g([0-9]{1,15})-s([0-9]{1,15})")
@@ -26,9 +29,24 @@ class Milestone:
     metric: float | None = None
 
 
+@dataclass(frozen=True)
+class WayBack:
+    """A way back: its request, the state's generation and step, and the generation that it began."""
+
+    request: str
+    generation: int
+    step: int
+    new_generation: int
+
+    @property
+    def version(self) -> Version:
+        """Return (generation, step) of the state to which the history has gone back."""
+        return (self.generation, self.step)
+
+
 def is_name(text: str) -> bool:
-    """Return whether ``text`` can be a milestone's name: no step, no checkpoint's name, not "latest"."""
-    is_other = text == LATEST or _STEP.fullmatch(text) or parse_version(text)
+    """Return whether ``text`` can be a milestone's name; a step, a checkpoint, "latest" and "off" are none."""
+    is_other = text in {LATEST, OFF} or _STEP.fullmatch(text) or parse_version(text)
     return _NAME.fullmatch(text) is not None and not is_other
 
 

@@ -27,6 +27,7 @@ MIN_PART_BYTES = 64 << 20
 MAX_PART_BYTES = 4 << 30  # a store takes at most 5 GB in one request
 MAX_PARTS = 1000  # more than this only if parts would be greater than MAX_PART_BYTES
 MAX_NUMBER = 99_999_999
+WRITER_DIGITS = 16
 MAX_HISTORY_CHARS = 128
 MAX_MILESTONES = 32  # of one entry: its first line has a limit
 _NUMBER = re.compile(r"[0-9]{8}")
@@ -135,6 +136,24 @@ def parse_attempt_id(name: str) -> tuple[int, int] | None:
     return parse_checkpoint_name(match[1]) if match else None
 
 
+def is_outdated(attempt: str, other: str) -> bool:
+    """Return whether an attempt is merely late if ``other`` has archived, so that a next one may follow.
+
+    The other one is of this job, as of a leader before, or of an older generation: a job that was cut off and
+    has found its way back. Otherwise two jobs have the same run id, and this one must archive no more. So of
+    two such jobs one goes on.
+    """
+    own_version, other_version = parse_attempt_id(attempt), parse_attempt_id(other)
+    if own_version is None or other_version is None:
+        return False
+    return other_version[0] < own_version[0] or find_writer(attempt) == find_writer(other)
+
+
+def find_writer(attempt: str) -> str:
+    """Return the job that an attempt is of: the first half of its nonce."""
+    return attempt.rpartition("-")[2][:WRITER_DIGITS]
+
+
 def find_version(data: bytes | memoryview) -> tuple[int, int] | None:
     """Return (generation, step) of an entry of any format; None if it cannot be found."""
     match = re.search(rb'"attempt":\s*"([gs0-9-]{1,64}[0-9a-f-]{1,64})"', bytes(data[:MAX_HEADER_BYTES]))
@@ -238,10 +257,11 @@ def parse_entry(number: int, data: memoryview, run_id: str | None) -> ArchivedCh
 
 
 def describe_history(manifest: Manifest) -> str:
-    """Return the request with which a state's history has gone back, and to what; "" if it never has."""
-    if not manifest.resume_from:
+    """Return the last way back of a state's history; "" if it never has gone back."""
+    if not manifest.ways_back:
         return ""
-    return f"{manifest.resume_from} {'-'.join(map(str, manifest.went_back_to))}"
+    last = manifest.ways_back[-1]
+    return f"{last.request[:64]} {last.generation}-{last.step} {last.new_generation}"
 
 
 def choose_milestones(headers: Iterable[EntryHeader]) -> dict[tuple[int, int], tuple[Milestone, ...]]:

@@ -77,7 +77,7 @@ class DirectWriter:
             state=flat_state.structure,
             rank0_tensors=tuple(leaf.name for leaf in flat_state.leaves if leaf.kind != REPLICATED),
             file_bytes=layout.total_bytes,
-            **self._plan.history,
+            ways_back=self._plan.ways_back,
         )
 
 

@@ -103,7 +103,7 @@ class SnapshotScheduler:
         """
         settings = context.settings
         self._committed_path: Path | None = None  # of the last commit that this process waited for
-        self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation, plan.history)
+        self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation, plan.ways_back)
         # Each local rank holds other shards of the state, so it takes part in every snapshot.
         self.is_sharded = self.snapshotter.is_sharded
         self.meter = CostMeter(self.snapshotter)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,8 @@ from elastic_resume.capture.snapshot_plan import (
     summarize_names,
 )
 from elastic_resume.capture.source_digests import SourceDigests
-from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.checkpoint.manifest import Position, encode_ways_back
+from elastic_resume.milestone import WayBack
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
@@ -97,12 +98,9 @@ class Snapshotter:
         slot_client: SlotClient,
         context: RankContext,
         generation: int,
-        history: Mapping[str, Any],
+        ways_back: Sequence[WayBack],
     ) -> None:
-        """Put the copy barrier before the steps of all tracked optimizers.
-
-        ``history``: see `ResumePlan.history`.
-        """
+        """Put the copy barrier before the steps of all tracked optimizers; ``ways_back``: see `Manifest`."""
         self._context = context
         self._generation = generation
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
@@ -114,7 +112,7 @@ class Snapshotter:
             "rank": context.local_leader_by_node[context.node],
             "world_size": context.collectives.size,
             "writer": __version__,
-            **history,
+            "ways_back": encode_ways_back(ways_back),
         }
         share_count = local_world_size if self._barrier.has_hooks else 1
         self._state = PlannedState(

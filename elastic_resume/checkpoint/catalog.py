@@ -33,7 +33,7 @@ from elastic_resume import constants, milestone
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import deep_check, parse_checkpoint_name, quick_check
-from elastic_resume.errors import CheckpointError, CorruptError, TornError
+from elastic_resume.errors import CheckpointError, CorruptError, TornError, UsageError
 from elastic_resume.milestone import Milestone
 
 MIN_KEEP = 2  # the newest checkpoint may turn out bad when it is needed
@@ -171,10 +171,15 @@ class Catalog:
         """Name the checkpoint in ``path``, durably; an earlier metric of that name is replaced.
 
         Raises:
+            UsageError: it has `milestone.MAX_NAMES` others.
             MachineError: the disk refuses.
 
         """
         others = [each for each in read_milestones(path) if each.name not in {label.name, milestone.DAMAGED}]
+        if len(others) >= milestone.MAX_NAMES:
+            raise UsageError(
+                f"{path.name} is no milestone {label.name!r}: it has {len(others)} names, which is the limit."
+            )
         record = {"milestones": {each.name: each.metric for each in [*others, label]}}
         self._disk.write_atomic(path / constants.MILESTONES_FILE, (json.dumps(record) + "\n").encode())
 

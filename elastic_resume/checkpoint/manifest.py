@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,6 +20,7 @@ import xxhash
 
 from elastic_resume.checkpoint.json_codec import reject_constant
 from elastic_resume.errors import CorruptError, ForeignError, NewerFormatError, TornError
+from elastic_resume.milestone import MAX_WAYS_BACK, WayBack
 
 FORMAT_VERSION = 3  # formats 1 and 2 are read as they are
 FORMAT_WITHOUT_REQUEST = 2  # written for a history without --resume-from; format 1 had no sharded tensors
@@ -46,9 +48,8 @@ class Manifest:
     """Everything in a checkpoint except its tensors.
 
     ``rank`` is the writer's; ``written_at`` is in Unix seconds. ``rank0_tensors`` names tensors that may
-    differ between ranks, such as those of a script's objects: a resume takes rank 0's. ``resume_from`` is the
-    newest request (``--resume-from``) from which its history descends, and ``went_back_to`` the version to
-    which that went back; both are empty without one.
+    differ between ranks, such as those of a script's objects: a resume takes rank 0's. ``ways_back`` has
+    each way back (``--resume-from``) of its history, the newest last.
     `CheckpointTransaction` fills in ``file_bytes``, ``block_bytes`` and ``blocks``.
     """
 
@@ -65,8 +66,7 @@ class Manifest:
     file_bytes: int = 0
     block_bytes: int = BLOCK_BYTES
     blocks: tuple[str, ...] = ()
-    resume_from: str = ""
-    went_back_to: tuple[int, ...] = ()
+    ways_back: tuple[WayBack, ...] = ()
 
     @property
     def step(self) -> int:
@@ -95,10 +95,11 @@ class Manifest:
         """Encode the manifest file; raise ValueError if a field is out of range or not JSON."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         record["position"] = vars(self.position)
+        record["ways_back"] = encode_ways_back(self.ways_back)
         number = FORMAT_VERSION
-        if not self.resume_from:  # older versions read it
+        if not self.ways_back:  # older versions read it
             number = FORMAT_WITHOUT_REQUEST
-            del record["resume_from"], record["went_back_to"]
+            del record["ways_back"]
         invalid = _find_invalid_field(self)
         if invalid:
             raise ValueError(f"manifest: {invalid}")
@@ -126,7 +127,7 @@ class Manifest:
             position = record.pop("position")
             for name in ("rank0_tensors", "blocks"):
                 record[name] = tuple(record[name])
-            record["went_back_to"] = tuple(record.get("went_back_to", ()))
+            record["ways_back"] = parse_ways_back(record.get("ways_back", ()))
             manifest = Manifest(position=Position(**position), **record)
         except (KeyError, TypeError) as error:
             raise CorruptError(f"manifest: a field is missing or unknown ({error}).") from error
@@ -134,6 +135,16 @@ class Manifest:
         if invalid:
             raise CorruptError(f"manifest: {invalid}")
         return manifest
+
+
+def encode_ways_back(ways_back: Iterable[WayBack]) -> list[dict[str, Any]]:
+    """Return ways back as JSON has them."""
+    return [vars(way) for way in ways_back]
+
+
+def parse_ways_back(record: Any) -> tuple[WayBack, ...]:
+    """Return the ways back that `encode_ways_back` has encoded; raise TypeError if they are none."""
+    return tuple(WayBack(**each) for each in record)
 
 
 def _encode_json(value: Any) -> bytes:
@@ -173,7 +184,7 @@ def _decode_verified(data: bytes) -> dict[str, Any]:
 
 def _find_invalid_field(manifest: Manifest) -> str | None:
     """Describe the first field of a wrong type or value: readers count on all of them."""
-    for name in ("run_id", "node", "writer", "resume_from"):
+    for name in ("run_id", "node", "writer"):
         if not isinstance(getattr(manifest, name), str):
             return f"{name} is {getattr(manifest, name)!r:.80}, not a text."
     for name in ("rank0_tensors", "blocks"):
@@ -184,9 +195,14 @@ def _find_invalid_field(manifest: Manifest) -> str | None:
         return f"written_at is {written_at!r:.80}, not a time."
     counts = {name: getattr(manifest, name) for name in _COUNT_FIELDS}
     counts |= {f"position.{name}": count for name, count in vars(manifest.position).items()}
-    counts |= {f"went_back_to[{i}]": count for i, count in enumerate(manifest.went_back_to)}
-    if len(manifest.went_back_to) != (2 if manifest.resume_from else 0):
-        return f"went_back_to is {manifest.went_back_to!r:.80}, and resume_from {manifest.resume_from!r:.80}."
+    if len(manifest.ways_back) > MAX_WAYS_BACK:
+        return f"ways_back has {len(manifest.ways_back)} items; the limit is {MAX_WAYS_BACK}."
+    for i, way in enumerate(manifest.ways_back):
+        members = dict(vars(way))
+        request = members.pop("request")
+        if not isinstance(request, str) or not request:
+            return f"ways_back[{i}].request is {request!r:.80}, not a text."
+        counts |= {f"ways_back[{i}].{name}": count for name, count in members.items()}
     for name, count in counts.items():
         if type(count) is not int or not 0 <= count <= _MAX_COUNT:
             return f"{name} is {count!r}, not a count."

@@ -6,6 +6,8 @@ follows. If the newest state of all nodes descends from the same request, the jo
 
 Going back starts a new history under a greater generation, so it wins by order. States of the abandoned
 history that are newer than where it went back to never count again (`is_abandoned`), wherever they turn up.
+A state carries all ways back of its history, since a later one, to a state behind an earlier one, leaves the
+earlier one true. A way back to an abandoned state goes on with that state's ways.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import replace
 
 from elastic_resume import milestone
 from elastic_resume.errors import ConfigError, NoValidCheckpointError
-from elastic_resume.milestone import LATEST, Milestone, Version
+from elastic_resume.milestone import LATEST, MAX_WAYS_BACK, OFF, Milestone, Version, WayBack
 from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import (
     ARCHIVE,
@@ -39,13 +41,15 @@ def parse_request(text: str) -> str | None:
     return text if text == LATEST or milestone.is_name(text) else None
 
 
-def parse_setting(setting: str, value: object) -> str:
-    """Parse the value of ``setting`` into a request."""
+def parse_setting(setting: str, value: object) -> str | None:
+    """Parse the value of ``setting`` into a request; None for "off" and an empty text."""
+    if isinstance(value, str) and value in {"", OFF}:
+        return None
     request = None if isinstance(value, bool) else parse_request(str(value))
     if request is None:
         raise ConfigError(
             f"{setting} is {str(value)[:100]!r}: write a step (500), the name of a milestone (best), latest, "
-            "or a checkpoint's name (g4-s500)."
+            "a checkpoint's name (g4-s500), or off."
         )
     return request
 
@@ -57,7 +61,7 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
 
     Raises:
         ConfigError: nodes request different states.
-        NoValidCheckpointError: no node has the requested state.
+        NoValidCheckpointError: no node has the requested state, or its history has gone back too often.
 
     """
     plan = resume_plan.choose_resume_plan(inventories, mode)
@@ -73,6 +77,12 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     chosen = _find_state(states, request)
     if chosen is None:
         raise _make_missing_error(inventories, states, request)
+    if len(chosen.ways_back) >= MAX_WAYS_BACK:
+        raise NoValidCheckpointError(
+            f"--resume-from {request}: the history of {milestone.format_version(chosen.version)} has gone "
+            f"back {MAX_WAYS_BACK} times, which is the limit. Name a state from before, as g4-s500, or leave "
+            "--resume-from out to go on from the newest."
+        )
     earlier = [
         replace(
             each,
@@ -97,8 +107,7 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
         previous_world_size=plan.previous_world_size,
         request=request,
         goes_back=True,
-        resume_from=request,
-        went_back_to=chosen.version,
+        ways_back=(*chosen.ways_back, WayBack(request, *chosen.version, plan.generation)),
     )
 
 
@@ -111,20 +120,27 @@ def find_due_request(inventories: Sequence[Inventory], mode: str) -> str:
 
 def _is_done(plan: ResumePlan, request: str) -> bool:
     newest = plan.saved_state_for(plan.source_node)
-    return newest is not None and newest.resume_from == request
+    return newest is not None and bool(newest.ways_back) and newest.ways_back[-1].request == request
 
 
 def is_abandoned(state: SavedState, newer: SavedState | ResumePlan) -> bool:
     """Return whether the history of ``newer`` has gone back behind ``state``."""
-    is_behind = bool(newer.resume_from) and state.version > newer.went_back_to
-    return is_behind and (state.resume_from, state.went_back_to) != (newer.resume_from, newer.went_back_to)
+    return _find_way_behind(state, newer) is not None
 
 
-def describe_abandoned(plan: ResumePlan) -> str:
-    """Return why a state of the history that ``plan`` has left is moved aside."""
-    version = (plan.went_back_to[0], plan.went_back_to[1])
+def _find_way_behind(state: SavedState, newer: SavedState | ResumePlan) -> WayBack | None:
+    """Return the way back on which ``newer`` has left ``state``: it was newer when that way began."""
+    ways = (way for way in newer.ways_back if way.version < state.version)
+    return next((way for way in ways if state.generation < way.new_generation), None)
+
+
+def describe_abandoned(state: SavedState, plan: ResumePlan) -> str:
+    """Return why ``state``, which the history of ``plan`` has left, is moved aside."""
+    way = _find_way_behind(state, plan)
+    if way is None:
+        raise ValueError(f"{state} is not abandoned")
     return (
-        f"newer than {milestone.format_version(version)}, to which --resume-from {plan.resume_from} went "
+        f"newer than {milestone.format_version(way.version)}, to which --resume-from {way.request} went "
         "back; to use it after all, move it into its node's directory and give its name to --resume-from"
     )
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from elastic_resume.errors import ArchiveError, ArchiveOutageError, NoValidCheckpointError
-from elastic_resume.milestone import Milestone, Version
+from elastic_resume.milestone import Milestone, Version, WayBack
 
 MEMORY, DISK, ARCHIVE = "memory", "disk", "archive"
 ASIDE = "aside"
@@ -35,7 +34,7 @@ class SavedState:
     ``owner_node`` is the node whose directory or memory holds it, or that has written an archived one.
     ``nbytes`` is its size in bytes. ``epoch`` distinguishes two states of an epoch's last step: one before
     and one after the end-of-epoch code ran. ``step_in_epoch`` is 0 at the beginning of an epoch. The last
-    three: see `Manifest`, and `milestone.Milestone`.
+    two: see `milestone.Milestone` and `milestone.WayBack`.
     """
 
     owner_node: str
@@ -47,8 +46,7 @@ class SavedState:
     epoch: int = 0
     step_in_epoch: int = 0
     milestones: tuple[Milestone, ...] = ()
-    resume_from: str = ""
-    went_back_to: tuple[int, ...] = ()
+    ways_back: tuple[WayBack, ...] = ()
 
     @property
     def version(self) -> Version:
@@ -123,7 +121,7 @@ class ResumePlan:
     far the generation of the state came.
 
     ``request`` is the user's request to go back; if ``goes_back``, it is done now, and ``given_up_steps`` are
-    not lost but left. ``resume_from`` and ``went_back_to`` are written into each state from now on.
+    not lost but left. ``ways_back`` are written into each state from now on.
     """
 
     kind: str
@@ -143,13 +141,7 @@ class ResumePlan:
     request: str = ""
     goes_back: bool = False
     given_up_steps: int = 0
-    resume_from: str = ""
-    went_back_to: tuple[int, ...] = ()
-
-    @property
-    def history(self) -> dict[str, Any]:
-        """Return the fields of each manifest of this generation that name the request it descends from."""
-        return {"resume_from": self.resume_from, "went_back_to": self.went_back_to}
+    ways_back: tuple[WayBack, ...] = ()
 
     @property
     def version(self) -> tuple[int, int]:
@@ -284,8 +276,7 @@ def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
         source_generation=newest[0],
         holders=tuple(held.items()),
         receiving_nodes=tuple(node.node for node in nodes if node.node not in held),
-        resume_from=held[source.node].resume_from,
-        went_back_to=held[source.node].went_back_to,
+        ways_back=held[source.node].ways_back,
     )
 
 

@@ -218,7 +218,7 @@ def move_abandoned_aside(context: RankContext, result: ResumeResult) -> None:
         if path.is_symlink() or not path.exists():
             continue
         failpoints.hit("going-back.move-aside")
-        reason = going_back.describe_abandoned(result.plan)
+        reason = going_back.describe_abandoned(state, result.plan)
         try:
             kept = context.catalog.quarantine(path, reason)
             context.events.emit("moved-aside", path=str(kept), reason=reason)

@@ -512,6 +512,5 @@ def to_saved_state(owner_node: str, manifest: Manifest, tier: str = DISK) -> Sav
         manifest.file_bytes,
         position.epoch,
         position.step_in_epoch,
-        resume_from=manifest.resume_from,
-        went_back_to=manifest.went_back_to,
+        ways_back=manifest.ways_back,
     )

@@ -32,7 +32,7 @@ from typing import Any
 
 from elastic_resume.background import AcceptThread
 from elastic_resume.checkpoint.layout import Layout
-from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.checkpoint.manifest import Manifest, encode_ways_back
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineError
 from elastic_resume.local_socket import is_same_user, receive_message, send_message
@@ -409,8 +409,7 @@ def _encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
         "writer": manifest.writer,
         "rank0_tensors": list(manifest.rank0_tensors),
         "state": manifest.state,
-        "resume_from": manifest.resume_from,
-        "went_back_to": list(manifest.went_back_to),
+        "ways_back": encode_ways_back(manifest.ways_back),
     }
     dynamic = slot_memory.dynamic_metadata(manifest.generation, manifest.position, manifest.written_at, {})
     return slot_memory.encode_metadata(static), slot_memory.encode_metadata(dynamic)

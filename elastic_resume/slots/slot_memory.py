@@ -5,7 +5,7 @@ map. It describes itself:
 
     [0, image_bytes)   the image: byte for byte the safetensors file of a checkpoint
     static             JSON that changes with the layout only: run_id, node, rank, world_size, writer,
-                       rank0_tensors, resume_from, went_back_to, and the constant part of the state
+                       rank0_tensors, ways_back, and the constant part of the state
     dynamic            JSON of this snapshot: generation, position, written_at, and the rest of the state
 
 `Slot.read_snapshot` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
@@ -66,7 +66,7 @@ import xxhash
 from elastic_resume import linux, shared_page
 from elastic_resume.checkpoint.atomic_io import memory_address
 from elastic_resume.checkpoint.json_codec import TAG
-from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Position
+from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Position, parse_ways_back
 from elastic_resume.errors import CorruptError, MachineError
 from elastic_resume.shared_page import SharedPage
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS
@@ -551,7 +551,7 @@ def _build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest
         fields |= dynamic_fields | {"state": state, "file_bytes": image_bytes}
         fields["position"] = Position(**fields["position"])
         fields["rank0_tensors"] = tuple(fields["rank0_tensors"])
-        fields["went_back_to"] = tuple(fields.get("went_back_to", ()))
+        fields["ways_back"] = parse_ways_back(fields.get("ways_back", ()))
         return Manifest(**fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"snapshot: its metadata is invalid ({error!r}).") from error

@@ -27,7 +27,7 @@ from elastic_resume.data.dataset_digest import digest_dataset
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
-from elastic_resume.errors import ElasticResumeError, MachineError
+from elastic_resume.errors import ElasticResumeError, MachineError, UsageError
 from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
@@ -326,6 +326,9 @@ class Generation:
                 f"node {self.context.node}: {path.name} is saved, and is no milestone "
                 f"{milestone.name!r}: {error} It goes when --keep newer ones exist."
             )
+            return
+        except UsageError as error:  # no reason to end a training
+            logger.warning(f"node {self.context.node}: {error}")
             return
         self.emit("milestone", name=milestone.name, metric=milestone.metric, path=str(path))
 

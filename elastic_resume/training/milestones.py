@@ -26,12 +26,14 @@ def make_milestone(name: object, metric: Any, step: int) -> Milestone | None:
     if not isinstance(name, str) or not is_name(name):
         raise UsageError(
             f"run.save: milestone is {name!r:.100}: give it a name of 1 to 64 letters, digits, '.', '_' and "
-            '\'-\', such as milestone="best", that is no number, no checkpoint\'s name and not "latest".'
+            "'-', such as milestone=\"best\": no number, no checkpoint's name, not latest and not off."
         )
     if metric is None:
         return Milestone(name)
     try:
         value = float("" if isinstance(metric, (str, bytes, bool)) else metric)
+    except OverflowError:  # a whole number beyond all floats
+        value = math.inf if metric > 0 else -math.inf
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"run.save: metric is {metric!r:.100}: give one number, of which the greatest is the best, such "

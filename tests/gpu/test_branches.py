@@ -161,7 +161,7 @@ def test_change_during_copy_discards_snapshot(
     )
     generation = run._generation
     later = Snapshotter(
-        generation.tracked, generation.committer_connection.slot_client, generation.context, 2, {}
+        generation.tracked, generation.committer_connection.slot_client, generation.context, 2, ()
     )
     assert later.start_snapshot(run.position)
     assert later._job is None or later._job.done.is_set()

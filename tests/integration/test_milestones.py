@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import elastic_resume as er
-from elastic_resume import constants, events
+from elastic_resume import constants, events, milestone
 from elastic_resume.archive.archive import open_archive
 from elastic_resume.checkpoint.catalog import Catalog, read_quarantine_reason
 from elastic_resume.checkpoint.node_dir import NodeDir
@@ -161,6 +161,7 @@ def test_milestone_at_the_end_of_an_epoch_outlives_the_save_after_it(job: Job) -
     [
         ("12", None, "milestone is '12'"),
         ("latest", None, "milestone is 'latest'"),
+        ("off", None, "milestone is 'off'"),
         ("g1-s2", None, "milestone is 'g1-s2'"),
         ("a/b", None, "milestone is 'a/b'"),
         (None, 0.5, "milestone is None"),
@@ -178,13 +179,29 @@ def test_wrong_milestone_is_refused_before_anything_is_saved(
     assert job.milestones == {}
 
 
+@pytest.mark.parametrize(("metric", "shown"), [(float("nan"), "nan"), (10**400, "inf"), (-(10**400), "-inf")])
 def test_metric_that_is_not_finite_makes_no_milestone_and_ends_nothing(
-    job: Job, capsys: pytest.CaptureFixture[str]
+    job: Job, capsys: pytest.CaptureFixture[str], metric: float, shown: str
 ) -> None:
     """Such as the loss in a spike."""
-    job.run_to(2, {1: ("best", float("nan"))})
+    job.run_to(2, {1: ("best", metric)})
     assert job.milestones == {(1, 2): [], (1, 1): []}
-    assert "the checkpoint of step 1 is no milestone 'best': its metric is nan" in capsys.readouterr().err
+    assert (
+        f"the checkpoint of step 1 is no milestone 'best': its metric is {shown}" in capsys.readouterr().err
+    )
+
+
+def test_more_names_than_a_checkpoint_can_have_end_nothing(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The earlier ones stay."""
+    with job.start() as run:
+        job.train(run, 1)
+        for number in range(milestone.MAX_NAMES + 1):
+            run.save(milestone=f"n{number}")
+        job.train(run, 2)
+    assert len(job.milestones[1, 1]) == milestone.MAX_NAMES
+    assert "g000001-s0000000001 is no milestone 'n32': it has 32 names" in capsys.readouterr().err
 
 
 def test_disk_that_refuses_a_name_keeps_the_checkpoint(
@@ -233,11 +250,27 @@ def test_start_without_the_flag_passes_the_request_on(job: Job) -> None:
     """It is stored in what is written, so the flag of a later start is still done."""
     job.run_to(6, {3: ()})
     job.run_to(5, resume_from=3, keep=9)
-    job.run_to(7, keep=9)
+    job.run_to(7, keep=9, resume_from="off")
     job.run_to(8, resume_from=3, keep=9)
     job.run_to(9, resume_from="g2-s3")  # a new request for the same state
     assert [event["step"] for event in job.events("resume")] == [0, 3, 5, 7, 3]
     assert job.events("resume")[-1]["given_up_steps"] == 5
+
+
+def test_what_an_earlier_way_back_left_is_left_after_a_later_one_too(job: Job) -> None:
+    """As what the archive or an absent node has; the manifests carry all ways back."""
+    job.run_to(6, {3: ()}, keep=9)
+    job.run_to(5, resume_from=3, keep=9)
+    job.run_to(8, resume_from=5, keep=9)
+    name = "g000001-s0000000006"
+    (job.node_dir / constants.QUARANTINE_DIR / name).rename(job.node_dir / name)
+    with pytest.raises(NoValidCheckpointError, match="--resume-from 6: no node"):
+        job.run_to(9, resume_from=6, keep=9)
+    job.run_to(9, keep=9)
+    assert (
+        job.node_dir / constants.QUARANTINE_DIR / f"{name}.1"
+        in Catalog(job.node_dir, "job").list_quarantined()
+    )
 
 
 def test_quarantined_state_comes_back_by_its_name(job: Job) -> None:
@@ -276,6 +309,7 @@ def test_damaged_newest_state_is_replaced_by_archived_one(
     """The start has not listed it, because the node seemed to have the same."""
     expected = job.run_to(4)
     monkeypatch.setenv("ELASTIC_RESUME_ARCHIVE", str(tmp_path / "store"))
+    (tmp_path / "store").mkdir()
     archive = open_archive(str(tmp_path / "store"), "job")
     (entry,) = Catalog(job.node_dir, "job").list_valid()
     image = (entry.path / constants.STATE_FILE).read_bytes()

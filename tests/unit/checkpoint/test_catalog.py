@@ -11,11 +11,11 @@ from typing import NoReturn
 
 import pytest
 
-from elastic_resume import constants
+from elastic_resume import constants, milestone
 from elastic_resume.checkpoint.atomic_io import Disk, temporary_name
 from elastic_resume.checkpoint.catalog import Catalog, read_milestones, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.reader import checkpoint_name
-from elastic_resume.errors import CorruptError, ForeignError, TornError, UnreadableError
+from elastic_resume.errors import CorruptError, ForeignError, TornError, UnreadableError, UsageError
 from elastic_resume.milestone import Milestone
 from tests.support.checkpoint_samples import RUN, flip_bits, make_image, save_checkpoint
 
@@ -87,6 +87,17 @@ def test_prune_keeps_milestones_and_does_not_count_them(tmp_path: Path) -> None:
         1: (Milestone("eval"),),
     }
     assert read_milestones(catalog.quarantine(paths[1], "x")) == (Milestone("eval"),)
+
+
+def test_name_beyond_the_limit_is_refused_and_all_others_stay(tmp_path: Path) -> None:
+    """Its file has a limit, beyond which no name could be read. A known name may change its metric."""
+    catalog, path = Catalog(tmp_path, RUN), save_checkpoint(tmp_path, 1, 1)
+    for number in range(milestone.MAX_NAMES):
+        catalog.add_milestone(path, Milestone(f"{number:064}-"[1:]))
+    with pytest.raises(UsageError, match="it has 32 names"):
+        catalog.add_milestone(path, Milestone("one-more"))
+    catalog.add_milestone(path, Milestone(f"{7:064}-"[1:], 1.5))
+    assert len(read_milestones(path)) == milestone.MAX_NAMES
 
 
 def test_prune_ignores_unknown_files(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from elastic_resume.errors import (
     TornError,
     UnreadableError,
 )
+from elastic_resume.milestone import MAX_WAYS_BACK, WayBack
 from tests.support.checkpoint_samples import (
     RUN,
     SMALL_BLOCK,
@@ -59,6 +60,7 @@ from tests.support.checkpoint_samples import (
 )
 
 STATE, MANIFEST = constants.STATE_FILE, constants.MANIFEST_FILE
+WAY = {"request": "500", "generation": 4, "step": 500, "new_generation": 5}
 NEWER = b'{"kind":"elastic_resume checkpoint","format":99,"all":["new"]}'
 
 
@@ -575,6 +577,13 @@ def resigned(path: Path, **changes: object) -> None:
         {"position": None},
         {"position": {"epoch": 0, "step": 1, "samples": 0}},
         {"unknown": 1},
+        {"ways_back": None},
+        {"ways_back": ["500"]},
+        {"ways_back": [{**WAY, "request": ""}]},
+        {"ways_back": [{**WAY, "step": -1}]},
+        {"ways_back": [{**WAY, "new_generation": "5"}]},
+        {"ways_back": [{**WAY, "unknown": 1}]},
+        {"ways_back": [WAY] * 257},
         {"state": "gone"},
         {"format": 0},
         {"format": "1"},
@@ -586,6 +595,12 @@ def test_manifest_with_invalid_field_is_corrupt(tmp_path: Path, changes: dict[st
     resigned(path, **changes)
     with pytest.raises(CorruptError, match="manifest"):
         quick_check(path, RUN)
+
+
+def test_manifest_keeps_all_ways_back() -> None:
+    """Their order too, at the limit of their number."""
+    ways = tuple(WayBack("best", number, 1, number + 1) for number in range(1, MAX_WAYS_BACK + 1))
+    assert Manifest.parse(replace(make_manifest(), ways_back=ways).to_bytes()).ways_back == ways
 
 
 def test_manifest_out_of_range_is_not_written() -> None:

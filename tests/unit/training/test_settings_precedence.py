@@ -39,6 +39,7 @@ WITH_AGENT = [
     Case("snapshot_every", "auto", dict(zip(FLAGGED, ("7", "8", "off"), strict=True))),
     Case("keep", "3", dict(zip(FLAGGED, ("7", "8", "9"), strict=True))),
     Case("resume", "auto", dict(zip(FLAGGED, ("must", "never", "must"), strict=True))),
+    Case("resume_from", "None", dict(zip(FLAGGED, ("3", "5", "7"), strict=True))),
     # Settings of the agent: it has locked the directory before the script starts.
     Case(
         "ckpt_dir",
