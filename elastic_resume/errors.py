@@ -12,7 +12,8 @@
      │   ├─ NodeLockedError       another agent holds this node's directory
      │   └─ NodeFileError         a small file of the node's directory is damaged
      ├─ ArchiveError            the archive refuses, or cannot be reached       exit 1
-     │   └─ SecondWriterError     another job archives under the same run id
+     │   ├─ SecondWriterError     another job archives under the same run id
+     │   └─ ArchiveOutageError    a start needs the archive, and has waited     exit 75
      ├─ CheckpointError         bytes on disk, in the archive or from a peer are wrong
      │   ├─ TornError             incomplete
      │   ├─ CorruptError          digest mismatch, or a format violation
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArchiveError",
+    "ArchiveOutageError",
     "CheckpointError",
     "ConfigError",
     "CorruptError",
@@ -150,10 +152,10 @@ class NodeFileError(MachineError):
 class ArchiveError(ElasticResumeError):
     """The archive cannot be reached, or refuses a request.
 
-    Raised by commands that are given an archive's address. An agent logs it and tries again; training
-    continues. The text names the cause and the remedy. ``kind`` is
-    credentials, forbidden, missing-bucket, region, quota, clock-skew, frozen, unavailable, slow, cut,
-    unsupported or second-writer.
+    Raised by commands that are given an archive's address, and by `er.resume` if no node holds a state. An
+    agent that uploads logs it and tries again; training continues. The text names the cause and the remedy.
+    ``kind`` is credentials, forbidden, missing-bucket, region, quota, clock-skew, frozen, unavailable, slow,
+    cut, unsupported or second-writer.
     """
 
     is_deterministic = False
@@ -174,6 +176,16 @@ class SecondWriterError(ArchiveError):
         super().__init__(*args, kind="second-writer")
         self.number = number
         self.attempt = attempt
+
+
+class ArchiveOutageError(ArchiveError):
+    """A start that needs the archive has waited for it for minutes.
+
+    Raised by `er.resume` if no node holds a state. Nothing was changed. Run the same command again when the
+    archive is back.
+    """
+
+    is_deterministic = True  # another try at once would wait as long
 
 
 class CheckpointError(ElasticResumeError):

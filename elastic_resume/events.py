@@ -43,6 +43,8 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
     agent-end             agent      outcome (done | failed | signalled | left), exit_code, reason, message,
                                      speaks_for_job (this node reports the job's end, or restart, to its
                                      user: `policy.reporting_node`)
+    archive-wait          rank 0     seconds (waited so far), error; each minute in which a start needs an
+                                     archive that cannot be read
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
                                      nodes, kind (cold | resumed), source_node, source_tier (memory |
                                      disk | ""), source_generation, proves_step (or null), receiving_nodes
@@ -100,7 +102,16 @@ MAX_COUNT_VALUE = 1 << 53
 MAX_TIME_S = 1e12  # Unix time of the year 33658
 # The agent uses these events to decide what follows a generation, so its memory keeps them too.
 FAILURE_EVIDENCE_KINDS = frozenset(
-    {"worker-start", "failure", "worker-exit", "hang", "hang-ended", "gpu-fault", "restartable"}
+    {
+        "archive-wait",
+        "failure",
+        "gpu-fault",
+        "hang",
+        "hang-ended",
+        "restartable",
+        "worker-exit",
+        "worker-start",
+    }
 )
 MAX_PENDING_LINES = 1000  # each has a few hundred bytes
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")

@@ -311,7 +311,8 @@ class _Agent:
         except ConfigError as error:  # only the rendezvous can check some flags
             return _Outcome("failed", constants.EXIT_USAGE, str(error), _find_reason(error))
         except ElasticResumeError as error:
-            exit_code = constants.EXIT_JOB_ERROR if error.is_deterministic else constants.EXIT_REQUEUE
+            ends_for_good = error.is_deterministic and not restart.is_worth_requeue(error.reason)
+            exit_code = constants.EXIT_JOB_ERROR if ends_for_good else constants.EXIT_REQUEUE
             return _Outcome("failed", exit_code, str(error), _find_reason(error))
 
     def _serve_metrics(self, agent_address: str) -> None:

@@ -196,7 +196,8 @@ class RestartLog:
         self.stop_watching()
 
         def check() -> None:
-            if not has_resumed():
+            waits = any(event["event"] == "archive-wait" for event in self._evidence.read())
+            if not waits and not has_resumed():
                 self.warn_of_no_resume("no worker has come out of er.resume() for a minute")
 
         self._resume_timer = threading.Timer(NO_RESUME_S, check)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_resume import constants
+from elastic_resume.errors import ArchiveOutageError
 from elastic_resume.events import Event
 from elastic_resume.policy import failure_classification
 from elastic_resume.policy.failure_classification import (
@@ -476,6 +477,12 @@ class AgentEnd(Enum):
     OTHER = "other"  # the job ended here, or was stopped by a signal whose sender decides about a restart
     JOB_DRAINED = "job drained"  # the time limit of all nodes is near
     NODE_LEFT = "node left"  # unfit, or about to be stopped; other nodes may continue
+
+
+def is_worth_requeue(reason: object) -> bool:
+    """Whether the job ended for something that another start, some time later, may not meet."""
+    given_up = reason.reason if isinstance(reason, GaveUp) else None
+    return isinstance(given_up, SameErrorAgain) and given_up.failure.type == ArchiveOutageError.__name__
 
 
 def decide_exit_code(end: AgentEnd, code: int, *, speaks_for_job: bool) -> int:

@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic_resume.errors import NoValidCheckpointError
+from elastic_resume.errors import ArchiveError, ArchiveOutageError, NoValidCheckpointError
 from elastic_resume.milestone import Milestone, Version, WayBack
 
 MEMORY, DISK, ARCHIVE = "memory", "disk", "archive"
 ASIDE = "aside"
 MAX_CHAIN_NODES = 16
+ARCHIVE_OUTAGES = {"unavailable", "slow", "cut"}  # kinds of an ArchiveError that pass without a person
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class RejectedState:
     """A saved state that exists and must not be loaded, with the reason.
 
     ``kind`` is the kind of the CheckpointError, or `ASIDE` if the checkpoint is in quarantine. ``milestones``
-    are names.
+    are names. ``archive_error`` is the kind of the ArchiveError if nothing of the archive can be read: what
+    states it has is unknown.
     """
 
     node: str
@@ -72,6 +74,7 @@ class RejectedState:
     version: tuple[int, int] = (0, 0)  # (generation, step) by its name; (0, 0) if unreadable
     kind: str = "corrupt"
     milestones: tuple[str, ...] = ()
+    archive_error: str = ""
 
     @property
     def blocks_older(self) -> bool:
@@ -114,7 +117,8 @@ class ResumePlan:
     ``kind`` is "resumed" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
     maps node names to the state that each node reads; ``receiving_nodes`` get it sent. ``target`` is the
     newest state, if the generation starts from an earlier one and computes it again; see `proof`.
-    ``unproved`` says why it does not, though a proof is wanted.
+    ``unproved`` says why it does not, though a proof is wanted. Without ``knows_progress`` no node knows how
+    far the generation of the state came.
 
     ``request`` is the user's request to go back; if ``goes_back``, it is done now, and ``given_up_steps`` are
     not lost but left. ``ways_back`` are written into each state from now on.
@@ -130,6 +134,7 @@ class ResumePlan:
     receiving_nodes: tuple[str, ...] = ()
     rejected: tuple[RejectedState, ...] = ()
     recomputed_steps: int = 0
+    knows_progress: bool = True
     previous_world_size: int | None = None
     target: SavedState | None = None
     unproved: str = ""
@@ -234,6 +239,7 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
         # Rejected states that are older than the chosen one would not have been used anyway.
         rejected=tuple(dict.fromkeys(r for i in nodes for r in i.rejected if r.version >= plan.version)),
         recomputed_steps=max(0, lived_step - plan.step),
+        knows_progress=lived.last_generation >= plan.source_generation,
         previous_world_size=lived.last_world_size,
     )
 
@@ -315,6 +321,40 @@ def _refuse_to_start_over(nodes: Sequence[Inventory]) -> None:
 def _list_rejected(rejected: Sequence[RejectedState]) -> str:
     shown = "; ".join(f"{r.node}/{r.name}: {r.reason}" for r in rejected[:4])
     return f"{shown}; and {len(rejected) - 4} more" if len(rejected) > 4 else shown
+
+
+def split_archive_error(
+    inventories: Sequence[Inventory],
+) -> tuple[RejectedState | None, list[Inventory]]:
+    """Return why the archive cannot be read, None if it can, and the inventories without that."""
+    errors = [rejected for each in inventories for rejected in each.rejected if rejected.archive_error]
+    rest = [
+        replace(each, rejected=tuple(r for r in each.rejected if not r.archive_error)) for each in inventories
+    ]
+    return (errors[-1] if errors else None), rest
+
+
+def judge_archive_error(error: RejectedState, waited_s: float, patience_s: float) -> ArchiveError | None:
+    """Return the error that ends a start without any state but those of the archive; None: wait for it.
+
+    A fresh start could lose what is archived. Its generations count with ``--resume never`` too.
+    """
+    sentence = f"{error.reason.rstrip('.')}."
+    if error.archive_error not in ARCHIVE_OUTAGES:
+        end = ArchiveError(
+            f"no node holds a checkpoint, and the archive cannot be read: {sentence} Nothing was changed; "
+            "another --archive or --rdzv-id starts at step 0, and ignores what is archived here.",
+            kind=error.archive_error,
+        )
+        end.is_deterministic = True
+        return end
+    if waited_s < patience_s:
+        return None
+    return ArchiveOutageError(
+        f"no node holds a checkpoint, and the archive could not be read for {waited_s / 60:.0f} min: "
+        f"{sentence} Nothing was changed; run the same command again when the archive is back.",
+        kind=error.archive_error,
+    )
 
 
 def add_states(inventory: Inventory, more: Inventory) -> Inventory:

@@ -16,7 +16,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -68,6 +68,8 @@ class GenerationEnd:
     rank: int | None = None
     other_failures: tuple[str, ...] = ()
     secondary_failures: tuple[str, ...] = ()
+    message: str = ""
+    """That of the root cause's exception."""
 
     @property
     def is_failure(self) -> bool:
@@ -523,8 +525,20 @@ WHOLE_JOB_END = GenerationEnd(WHOLE_JOB, "whole job killed")
 
 
 def _failure_end(causes: Sequence[Failure], secondary: Sequence[Failure]) -> GenerationEnd:
-    root, (text, *others) = causes[0], _describe_all(causes)
-    return GenerationEnd(root.kind, text, root.node, root.rank, tuple(others), _describe_all(secondary))
+    root = causes[0]
+    others = [
+        replace(each, message="the same") if root.message and root.message == each.message else each
+        for each in causes[1:]
+    ]
+    return GenerationEnd(
+        root.kind,
+        wording.describe_failure(root, with_node=True),
+        root.node,
+        root.rank,
+        _describe_all(others),
+        _describe_all(secondary),
+        root.message,
+    )
 
 
 def _describe_all(failures: Iterable[Failure]) -> tuple[str, ...]:

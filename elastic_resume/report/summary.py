@@ -142,11 +142,18 @@ def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
             "good: end the job, remove rendezvous.json from the node directories, and start it again"
         )
     last = history.generations[-1] if history.generations else None
-    if history.outcome == "failed" and last is not None and last.end.is_failure:
+    is_failed = history.outcome == "failed" and last is not None and last.end.is_failure
+    if is_failed and last is not None and not _is_told(last, history):
         hints.append(f"generation {last.number} ended: {last.end.text}")
     if history.outcome == "open" and silent_s is not None and silent_s > MAX_SILENCE_S:
         hints.append(f"no event for {format_seconds(silent_s)}: check whether the job still runs")
     return hints
+
+
+def _is_told(last: GenerationRow, history: RunHistory) -> bool:
+    """Whether the verdict has the message of the error that ended the last generation."""
+    cause = last.end.message.rstrip(".")
+    return bool(cause) and cause in truncate(history.message, MAX_MESSAGE_CHARS)
 
 
 def _hints_from_alerts(alerts: Sequence[Alert]) -> list[str]:
@@ -374,11 +381,12 @@ def format_text(report: RunReport) -> str:
             lines.append(f"{hidden}: see --html or --json")
         table = [_generation_row(generation) for generation in rows[-MAX_ROWS:]]
         lines += format_table(_COLUMNS, table, right_aligned=(0, 2, 3, 5, 6), shrinkable=4)
-    shown = "\n".join(lines)
+    shown = "\n".join([report.verdict.text, *report.verdict.hints, *lines])  # also what was wrapped
     notes = []
     for row in rows:
         name = f"generation {row.number}"
-        notes += [f"{name} ended: {row.end.text}"] if row.end.text not in shown else []
+        is_told = row.end.text in shown or (row is rows[-1] and _is_told(row, report.history))
+        notes += [] if is_told else [f"{name} ended: {row.end.text}"]
         notes += [f"{name}: {detail}" for detail in describe_details(row)]
     lines += _limit_notes(notes, MAX_NOTES)
     dated_notes = [*_format_alerts(report), *_format_faults(report)]

@@ -22,6 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -81,6 +82,8 @@ logger = logging.getLogger(__name__)
 
 DATA = "data"
 PARAMETERS = "elastic_resume.parameters"
+ARCHIVE_PATIENCE_S = 600.0  # of a start that needs the archive
+ARCHIVE_LOG_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def restore(
 
     Raises:
         NoValidCheckpointError: checkpoints exist and none can be loaded.
+        ArchiveError: no node holds a state, and the archive cannot be read.
         MismatchError: the objects do not fit the checkpoint, or ranks built different ones.
         UntrackableError: an object holds state that cannot be stored.
         MachineError: a node's disk cannot hold the checkpoints.
@@ -143,8 +147,8 @@ def restore(
     inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]
     failpoints.hit("resume.planned")
     while True:
-        request = going_back.find_due_request(inventories, context.settings.resume)
-        if request:
+        inventories = _await_archive(context, sources, inventories)
+        if request := going_back.find_due_request(inventories, context.settings.resume):
             inventories = _list_more(context, sources, inventories, request)
         plan = proof.plan_resume(inventories, context.settings.resume, context.collectives.size)
         if plan.kind == "cold":
@@ -278,6 +282,48 @@ def _list_more(
     _, gathered = context.run_and_gather(list_own)
     more_by_node = {each.node: each for each in map(_parse_inventory, filter(None, gathered))}
     return [resume_plan.add_states(each, more_by_node[each.node]) for each in inventories]
+
+
+def _await_archive(
+    context: RankContext, sources: Mapping[str, StateSource], inventories: list[Inventory]
+) -> list[Inventory]:
+    """Wait while the archive cannot be read and no node holds a state; else log that it cannot be.
+
+    All ranks decide alike: by the inventories, and by the time that rank 0 has waited.
+
+    Raises:
+        ArchiveError: waiting does not mend it, or took too long.
+
+    """
+    is_first = context.collectives.rank == 0
+    started_at, logged_at, pause_s = time.monotonic(), -math.inf, 1.0
+    error, inventories = resume_plan.split_archive_error(inventories)
+    while error is not None:
+        if any(each.saved_states for each in inventories):
+            if is_first:
+                logger.warning(
+                    "the archive cannot be read, so only what nodes hold is resumed: %s", error.reason
+                )
+            return inventories
+        waited_s = context.collectives.broadcast_json(time.monotonic() - started_at, 0)
+        if (end := resume_plan.judge_archive_error(error, waited_s, ARCHIVE_PATIENCE_S)) is not None:
+            raise end
+        if is_first:
+            if time.monotonic() - logged_at >= ARCHIVE_LOG_INTERVAL_S:
+                logged_at = time.monotonic()
+                context.events.emit("archive-wait", seconds=round(waited_s, 1), error=error.reason)
+                logger.warning(
+                    "no node holds a checkpoint, and the archive cannot be read: the start waits for it, "
+                    "%.0f min at most: %s",
+                    (ARCHIVE_PATIENCE_S - waited_s) / 60,
+                    error.reason,
+                )
+            time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 30.0)
+        error, inventories = resume_plan.split_archive_error(_list_more(context, sources, inventories))
+    if is_first and logged_at > -math.inf:
+        logger.info("the archive can be read again.")
+    return inventories
 
 
 def _check_disk_space(

@@ -325,7 +325,7 @@ class ArchiveSource:
         """List the newest entries, if one of them is newer than all that this node holds.
 
         With ``--resume never`` none is to be resumed, but their generations count. If the archive cannot be
-        reached, a job that has no other state does not start over.
+        reached, a job that has no other state waits for it; see `coordinator`.
         """
         if self._query is None:
             return Listing((), ())
@@ -384,8 +384,9 @@ class ArchiveSource:
         return Listing(tuple(states), tuple(rejected), newest)
 
     def _describe_failure(self, error: ArchiveError) -> Listing:
-        logger.warning("the archive cannot be read, so only what nodes hold is resumed: %s", error)
-        rejected = RejectedState(self._context.node, "the archive", str(error), kind="unreadable")
+        rejected = RejectedState(
+            self._context.node, "the archive", str(error), kind="unreadable", archive_error=error.kind
+        )
         return Listing((), (rejected,))
 
     def open(self, saved_state: SavedState) -> OpenedState:

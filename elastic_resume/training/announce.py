@@ -132,6 +132,8 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
             f"of generation {plan.source_generation}{sent}"
         )
     lost = "" if plan.kind == "cold" else "; no step lost"
+    if plan.source_tier == ARCHIVE and not plan.knows_progress:
+        lost = f"; steps after {plan.step} are lost if they were trained, which no node knows"
     if plan.recomputed_steps:
         lost = f"; {format_count(plan.recomputed_steps, 'step')} to recompute"
     if plan.target is not None:
@@ -222,7 +224,8 @@ class EarlierRunNotice:
                 result.earlier_command, command, result.plan.previous_world_size, context.collectives.size
             )
             where = f"at {_format_place(position)}"
-            self._text = f"RESUMING AN EARLIER RUN from {context.run_dir} {where}. {difference}."
+            place = _find_place(result, context)
+            self._text = f"RESUMING AN EARLIER RUN from {place} {where}. {difference}."
 
     def begin_loop(self, finished_reason: str, *, is_stopped: bool) -> None:
         """Log the notice when the loop begins, and that the training was stopped if it was."""
@@ -249,6 +252,13 @@ class EarlierRunNotice:
             node_dir.record_script_arguments(
                 self._context.node_dir, rank_context.launcher_id(), self._command
             )
+
+
+def _find_place(result: ResumeResult, context: RankContext) -> str:
+    """Return the directory or archive of the run that is resumed."""
+    if result.plan.source_tier != ARCHIVE:
+        return str(context.run_dir)
+    return f"{(context.settings.archive or '').rstrip('/')}/{context.settings.run_id}"
 
 
 def describe_difference(

@@ -38,7 +38,7 @@ from elastic_resume.policy.reasons import (
     Wait,
     WorkersStopped,
 )
-from elastic_resume.policy.restart import GaveUp, RestartLimits, RestartsExhausted
+from elastic_resume.policy.restart import GaveUp, RestartLimits, RestartsExhausted, is_worth_requeue
 from elastic_resume.rendezvous.core.interface import EmitEvent, EndJob, StartWorkers, StopReason
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.slots.progress_page import ProgressPage, WorkerProcess
@@ -198,6 +198,28 @@ def test_controller_ignores_progress_of_earlier_start(tmp_path: Path) -> None:
         controller.end_generation(None)
         with pytest.raises(JobFailedError, match="no module named x"):
             controller.start_generation(world(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_worth", "text"),
+    [
+        ("ArchiveOutageError", True, "run the same command again."),
+        ("ArchiveError", False, "run the same command again. Starting again would meet the same error."),
+    ],
+)
+def test_outage_of_the_archive_is_worth_a_requeue(
+    kind: str, is_worth: bool, text: str, tmp_path: Path
+) -> None:
+    """A missing bucket is not; neither is tried three times."""
+    with open_controller(tmp_path) as (controller, log):
+        controller.start_generation(world(1))
+        log.emit("failure", rank=0, type=kind, message="run the same command again.", deterministic=True)
+        log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
+        with pytest.raises(JobFailedError) as caught:
+            controller.end_generation(None)
+    assert str(caught.value).endswith(text)
+    assert is_worth_requeue(caught.value.reason) is is_worth
+    assert not is_worth_requeue(None)
 
 
 SECONDARY = {"type": "RuntimeError", "message": "Connection closed by peer"}
@@ -433,6 +455,26 @@ def test_script_without_resume_is_named_after_a_minute(
     assert text.count("no worker has come out of er.resume() for a minute. A script that never") == int(
         not has_resumed
     )
+
+
+def test_script_that_waits_for_the_archive_is_known_to_call_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The wait has its own message."""
+    checks: list[Any] = []
+
+    def make_timer(interval_s: float, function: Any) -> Mock:
+        checks.extend([function] if interval_s == restart_log.NO_RESUME_S else [])
+        return Mock()
+
+    monkeypatch.setattr("elastic_resume.agent.restart_log.threading.Timer", make_timer)
+    with open_controller(tmp_path) as (controller, log):
+        controller.start_generation(world(1))
+        log.emit("archive-wait", seconds=0.0, error="gone")
+        (check,) = checks
+        check()
+        controller.log.end_wait()
+    assert "A script that never" not in caplog.text
 
 
 def test_mechanisms_learn_that_the_agent_is_being_stopped(tmp_path: Path) -> None:

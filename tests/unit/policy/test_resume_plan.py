@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.errors import NoValidCheckpointError
+from elastic_resume.errors import ArchiveError, ArchiveOutageError, NoValidCheckpointError
 from elastic_resume.policy.resume_plan import (
     ARCHIVE,
     DISK,
@@ -20,8 +20,10 @@ from elastic_resume.policy.resume_plan import (
     SavedState,
     Senders,
     choose_resume_plan,
+    judge_archive_error,
     plan_senders,
     reject_saved_state,
+    split_archive_error,
 )
 
 
@@ -366,3 +368,34 @@ def test_archive_is_read_only_for_what_no_node_holds(
     plan = choose_resume_plan([*inventories, newer], "auto")
     assert (plan.step, plan.source_tier, plan.owner_node) == (6, ARCHIVE, "z")
     assert plan.receiving_nodes == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("kind", "waited_s", "end"),
+    [
+        ("unavailable", 0, None),
+        ("slow", 599, None),
+        ("cut", 599, None),
+        ("unavailable", 600, ArchiveOutageError),
+        ("missing-bucket", 0, ArchiveError),
+        ("forbidden", 0, ArchiveError),
+        ("credentials", 0, ArchiveError),
+        ("missing", 0, ArchiveError),
+    ],
+)
+def test_start_waits_for_an_archive_only_if_waiting_may_mend_it(
+    kind: str, waited_s: float, end: type[ArchiveError] | None
+) -> None:
+    """What a person must mend ends the job at once, and for good; an outage is worth another start."""
+    sentence = "s3://b/job: cannot list log: create it, or correct the address"
+    error, (rest,) = split_archive_error(
+        [node("a", 0, rejected=(RejectedState("a", "the archive", sentence, archive_error=kind),))]
+    )
+    assert error is not None
+    assert rest.rejected == ()
+    raised = judge_archive_error(error, waited_s, 600)
+    assert type(raised) is (end or type(None))
+    if raised is not None:
+        assert raised.is_deterministic
+        assert str(raised).count(sentence) == 1
+        assert "resume never" not in str(raised)

@@ -418,3 +418,19 @@ def test_end_by_a_nodes_reason_marks_that_node() -> None:
     job.begin(115, 10, "n0", "n1", "n2")
     lanes = html.build_lanes(summary.build_run_report(job.events))
     assert [lane.node for lane in lanes for mark in lane.marks if mark.kind == "incident"] == ["n1"]
+
+
+def test_error_that_ended_the_job_is_told_once() -> None:
+    """The verdict has its text, and two ranks met it."""
+    text = "the bucket is gone: create it, or correct the address"
+    job = Job().begun()
+    for rank in (0, 1):
+        job.fail(110, rank, "ArchiveError", text)
+        job.exit(110.1, rank, code=1)
+    job.write_verdicts(110.9)
+    message = f"node n0 gave up: rank 0 ended with exit code 1: ArchiveError: {text}."
+    for node in job.nodes:
+        job.add(111, "agent-end", node, outcome="failed", exit_code=1, message=message)
+    shown = " ".join(summary.format_text(summary.build_run_report(job.events)).split())
+    assert shown.count(text) == 1, shown
+    assert "also rank 1 on node n1 ended with exit code 1: ArchiveError: the same" in shown

@@ -16,14 +16,20 @@ from elastic_resume.archive.directory_store import DirectoryStore
 from elastic_resume.archive.entries import MAX_ENTRY_BYTES, MAX_HEADER_BYTES
 from elastic_resume.archive.store import StoredName
 from elastic_resume.config import Settings
-from elastic_resume.errors import CorruptError, NoValidCheckpointError, UnreadableError
+from elastic_resume.errors import (
+    ArchiveOutageError,
+    CorruptError,
+    NoValidCheckpointError,
+    UnreadableError,
+)
 from elastic_resume.events import EventLog
 from elastic_resume.milestone import Milestone
 from elastic_resume.policy import going_back, resume_plan
 from elastic_resume.policy.going_back import parse_request
-from elastic_resume.policy.resume_plan import ARCHIVE, DISK, ResumePlan
+from elastic_resume.policy.resume_plan import ARCHIVE, DISK, Inventory, ResumePlan
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.restore import coordinator
 from elastic_resume.restore import sources as sources_module
 from elastic_resume.restore.sources import (
     ArchiveSource,
@@ -104,17 +110,75 @@ def test_nodes_state_is_preferred_unless_archived_one_is_newer(
     assert (plan.step, plan.source_tier) == (max(step, 2), tier)
 
 
-@pytest.mark.parametrize("is_mounted", [True, False])
-def test_archive_that_cannot_be_read_never_starts_job_over(tmp_path: Path, is_mounted: bool) -> None:
-    """A job with a state goes on; one without ends, and is worth another start."""
-    if is_mounted:
-        (tmp_path / "store" / RUN).mkdir(parents=True)
-        (tmp_path / "store" / RUN / "log").symlink_to("log")  # a loop
+def test_archive_that_cannot_be_read_never_starts_job_over(tmp_path: Path) -> None:
+    """A job with a state goes on; the plan of one without is an error, should its start not have waited."""
+    break_archive(tmp_path)
     with pytest.raises(NoValidCheckpointError, match="none can be loaded") as caught:
         plan_resume(tmp_path)
     assert not caught.value.is_deterministic
     save_checkpoint(tmp_path / RUN / "x", 3, 1)
     assert plan_resume(tmp_path).version == (3, 1)
+
+
+def break_archive(tmp_path: Path) -> Path:
+    """Make the log of entries a loop of links; return it."""
+    log = tmp_path / "store" / RUN / "log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to("log")
+    return log
+
+
+def await_archive(tmp_path: Path) -> list[Inventory]:
+    """Return the inventories with which a start goes on."""
+    context = make_context(tmp_path)
+    sources = list_sources(context, None)
+    page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+    return coordinator._await_archive(context, sources, [take_inventory(context, sources, page, 0)])
+
+
+def test_start_without_a_state_waits_while_the_archive_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on by itself, says why it waits, and tries again with growing pauses."""
+    log = break_archive(tmp_path)
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            log.unlink()
+            archive_step(open_archive(str(tmp_path / "store"), RUN), 2, generation=3)
+
+    monkeypatch.setattr("elastic_resume.restore.coordinator.time.sleep", sleep)
+    caplog.set_level("INFO", "elastic_resume")
+    (own,) = await_archive(tmp_path)
+    assert pauses == [1, 2, 4]
+    assert [state.version for state in own.saved_states] == [(3, 2)]
+    assert own.rejected == ()
+    (waits, works) = [record.getMessage() for record in caplog.records if "archive" in record.getMessage()]
+    assert "the start waits for it, 10 min at most: " in waits
+    assert "check that the file system is mounted" in waits
+    assert works == "the archive can be read again."
+
+
+def test_start_ends_once_it_has_waited_long_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end says so, and never what `--resume never` would lose."""
+    break_archive(tmp_path)
+    monkeypatch.setattr(coordinator, "ARCHIVE_PATIENCE_S", 0.0)
+    with pytest.raises(ArchiveOutageError, match=r"could not be read for 0 min: .*mounted.*command again"):
+        await_archive(tmp_path)
+
+
+def test_start_with_a_state_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says what it could not look at."""
+    break_archive(tmp_path)
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    save_checkpoint(tmp_path / RUN / "x", 3, 1)
+    monkeypatch.setattr("elastic_resume.restore.coordinator.time.sleep", pytest.fail)
+    assert [state.version for state in await_archive(tmp_path)[0].saved_states] == [(3, 1)]
+    assert "the archive cannot be read, so only what nodes hold is resumed: " in caplog.text
 
 
 class CountingStore(DirectoryStore):

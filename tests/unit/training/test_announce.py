@@ -11,7 +11,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.policy.resume_plan import ResumePlan, SavedState
+from elastic_resume.policy.resume_plan import ARCHIVE, Inventory, ResumePlan, SavedState, choose_resume_plan
 from elastic_resume.training import announce
 
 
@@ -50,6 +50,45 @@ def test_start_names_the_node_that_has_saved_the_state() -> None:
     result = cast("Any", SimpleNamespace(plan=plan, nodes=("new",), duration_s=0.0))
     line = announce.format_start(result, Position(0, 18, 18, 144), world_size=1)
     assert "from n1's checkpoint of generation" in line
+
+
+@pytest.mark.parametrize(
+    ("generation", "step", "lost"),
+    [
+        (0, 0, "steps after 450 are lost if they were trained, which no node knows"),  # new nodes
+        (1, 479, "steps after 450 are lost if they were trained, which no node knows"),  # absent since then
+        (2, 479, "29 steps to recompute"),
+        (2, 450, "no step lost"),
+    ],
+)
+def test_start_from_the_archive_says_what_is_known_of_lost_steps(
+    generation: int, step: int, lost: str
+) -> None:
+    """Nodes that are gone may have trained further than what they had archived."""
+    state = SavedState("n1", 2, 450, 0, ARCHIVE)
+    plan = choose_resume_plan(
+        [Inventory("x", 0, (state,), last_generation=generation, last_step=step)], "auto"
+    )
+    result = cast("Any", SimpleNamespace(plan=plan, nodes=("x",), duration_s=0.0))
+    line = announce.format_start(result, Position(0, 450, 450, 3600), world_size=1)
+    assert f"archived checkpoint of generation 2; {lost}; 1 rank" in line
+
+
+@pytest.mark.parametrize(("tier", "place"), [(ARCHIVE, "s3://bucket/llm/job"), ("disk", "/c/job")])
+def test_notice_of_an_earlier_run_names_where_its_state_is(tier: str, place: str, caplog: Any) -> None:
+    """The directory of a new node is empty."""
+    state = SavedState("n1", 2, 450, 0, tier)
+    plan = ResumePlan("resumed", generation=3, step=450, source_node="x", holders=(("x", state),))
+    result = cast("Any", SimpleNamespace(plan=plan, earlier_command=()))
+    settings = SimpleNamespace(archive="s3://bucket/llm", run_id="job")
+    ranks = SimpleNamespace(rank=0, size=1)
+    context = SimpleNamespace(
+        settings=settings, run_dir=Path("/c/job"), collectives=ranks, is_local_leader=True
+    )
+    notice = announce.EarlierRunNotice(result, cast("Any", context), Position(0, 450, 450, 0), ["train.py"])
+    with caplog.at_level("INFO", "elastic_resume"):
+        notice.log_once()
+    assert f"RESUMING AN EARLIER RUN from {place} at step 450. " in caplog.text
 
 
 @pytest.mark.parametrize(
