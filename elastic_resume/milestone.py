@@ -13,7 +13,7 @@ LATEST = "latest"
 DAMAGED = "?"  # no label: the name of milestones whose file cannot be read, so that they stay
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"[0-9]{1,15}")
-_VERSION = re.compile(r"g([0-9]{1,15})-s([0-9]{1,15})")
+_VERSION = re.compile(r"g([0-9]{1,16})-s([0-9]{1,16})")
 
 Version = tuple[int, int]
 
