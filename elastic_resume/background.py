@@ -13,8 +13,8 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import psutil
 
@@ -22,6 +22,8 @@ _LOGGER = logging.getLogger(__name__)
 ACCEPT_RETRY_S = 0.1
 NICENESS = 5
 MAX_OFFERS = 8
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class BackgroundThread:
@@ -132,6 +134,40 @@ def lower_priority() -> None:
     with contextlib.suppress(OSError, psutil.Error):
         os.setpriority(os.PRIO_PROCESS, thread, NICENESS)  # on Linux this applies to the thread
         psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, 7)
+
+
+def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
+    """Return the results in order; raise the first exception.
+
+    The interpreter joins the threads of a `ThreadPoolExecutor` at its exit, however long a request takes.
+    """
+    waiting: queue.SimpleQueue[tuple[int, T]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[int, R | None, BaseException | None]] = queue.SimpleQueue()
+    count = 0
+    for count, item in enumerate(items, 1):
+        waiting.put((count - 1, item))
+
+    has_failed = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while not has_failed.is_set():
+                index, item = waiting.get_nowait()
+                try:
+                    results.put((index, function(item), None))
+                except BaseException as error:  # noqa: BLE001 - the caller raises it
+                    has_failed.set()
+                    results.put((index, None, error))
+
+    for _ in range(min(threads, count)):
+        threading.Thread(target=work, name="elastic-resume-map", daemon=True).start()
+    found: dict[int, R] = {}
+    for _ in range(count):
+        index, result, error = results.get()
+        if error is not None:
+            raise error
+        found[index] = cast("R", result)
+    return [found[index] for index in range(count)]
 
 
 class AcceptThread:

@@ -15,12 +15,23 @@ if it does not exist, as in the transaction log of Delta Lake:
    or that of a second writer: `SecondWriterError`.
 4. If the log has a greater number now, ours was one that a second writer had used and pruned: the same error.
 
+**Two jobs.** An attempt's id has its job's writer. An attempt does not begin if another writer of an equal or
+newer generation has put an entry since this job began to archive, or has archived other content of this step.
+An older generation is a job that was replaced, and wakes up: it does not count.
+
 So an archived checkpoint exists whole or not at all, whichever process dies where.
 
 **Sweep.** Parts of attempts that no entry names are deleted after a commit, if they were listed before that
 commit. Whoever had begun such an attempt had seen an older log. Its number is therefore taken (3), or smaller
 than the newest (4), and it cannot commit.
 
-**Prune.** An entry goes before its parts. The entry with the greatest number stays, because it numbers the
-next one.
+**Names.** Entries never change. A checkpoint that is named later gets a further entry with the same parts,
+whose milestones are those of all its entries.
+
+**Order.** (generation, step, epoch) orders checkpoints, not the number: the entry of a milestone, a name or
+a late job may come after a newer one. Each entry has the greatest of the log. So a reader that knows the
+newest entry knows whether the log has anything newer than its own state.
+
+**Prune.** An entry goes before its parts, which stay while another entry names them. The entry with the
+greatest number stays, because it numbers the next one.
 """

@@ -27,6 +27,7 @@ from elastic_resume.archive.entries import (
     Moment,
 )
 from elastic_resume.archive.store import Store
+from elastic_resume.background import map_in_daemon_threads
 from elastic_resume.checkpoint.layout import MAX_HEADER_BYTES, Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
@@ -334,16 +335,59 @@ class Archive:
 
     # ---- writing ---------------------------------------------------------------------------------------
 
-    def begin(self, version: Version, nonce: str) -> Attempt | None:
+    def find_next_number(self) -> int:
+        """Return the number of the log's next entry; raise ArchiveError if it cannot be listed."""
+        return max(self.list_numbers(), default=0) + 1
+
+    def begin(
+        self,
+        version: Version,
+        nonce: str,
+        first_number: int | None = None,
+        blocks: tuple[str, ...] | None = None,
+    ) -> Attempt | None:
         """Begin an attempt to archive ``version``, whose number is fixed now; None if it is archived already.
 
-        ``nonce`` makes its id unique: 8 to 32 random hexadecimal digits. Nothing is written.
+        Nothing is written. ``nonce`` makes the attempt's id unique: 32 random hexadecimal digits, of which
+        the first half is the job's. ``first_number`` is what `find_next_number` returned when the job began
+        to archive; other jobs that put an entry since run beside this one. ``blocks`` are the digests of the
+        content. None: not checked.
+
+        Raises:
+            SecondWriterError: another job of an equal or newer generation archives too, or has archived
+                another content of this version. This job must archive no more.
+
         """
         numbers = self.list_numbers()
-        has_parts = any(entries.parse_attempt_id(name) == version for name in self.list_attempts())
-        if has_parts and version in self.list_milestones():
-            return None
-        return Attempt(max(numbers, default=0) + 1, entries.make_attempt_id(version, nonce), version)
+        attempt = Attempt(max(numbers, default=0) + 1, entries.make_attempt_id(version, nonce), version)
+        if first_number is not None:
+            recent = self._read_headers(number for number in numbers if number >= first_number)
+            for number, header in recent.items():
+                if header is not None and not entries.is_outdated(attempt.id, header.attempt):
+                    raise self._second_writer(number, header.attempt)
+        if not any(entries.parse_attempt_id(name) == version for name in self.list_attempts()):
+            return attempt
+        archived = self.find_numbers(lambda header: header.version == version)
+        for number in archived:
+            self._check_content(number, attempt, blocks)
+        return None if archived else attempt
+
+    def _check_content(self, number: int, attempt: Attempt, blocks: tuple[str, ...] | None) -> None:
+        """Raise SecondWriterError if another job has archived another content of the attempt's version.
+
+        Nodes of one job may differ, so its own entry counts whatever its content is.
+        """
+        header = self._headers[number]
+        if blocks is None or entries.find_writer(header.attempt) == entries.find_writer(attempt.id):
+            return
+        try:
+            is_equal = self.read_entry(number).manifest.blocks == blocks
+        except UnreadableError as error:
+            raise ArchiveError(str(error)) from error
+        except CheckpointError:
+            return  # damaged, so what it was is not known
+        if not is_equal:
+            raise self._second_writer(number, header.attempt)
 
     def add_milestones(self, version: Version, nonce: str, milestones: Iterable[Milestone]) -> None:
         """Name a checkpoint that is archived already: entries never change, so a further one is put.
@@ -505,8 +549,8 @@ class Archive:
                 return number, None, True
             return number, header, header is not None
 
-        with ThreadPoolExecutor(_THREADS, "elastic-resume-archive") as threads:
-            return {number: header for number, header, exists in threads.map(read, numbers) if exists}
+        found = map_in_daemon_threads(read, numbers, _THREADS)  # an agent that must end waits for none
+        return {number: header for number, header, exists in found if exists}
 
     def _read_header(self, number: int) -> EntryHeader | None:
         """Return the first line of an entry; None if it does not exist."""
@@ -525,7 +569,7 @@ class Archive:
     def _second_writer(self, number: int, attempt_id: str) -> SecondWriterError:
         by = f" by the attempt {attempt_id}" if attempt_id else ""
         return SecondWriterError(
-            f"{self.description}: entry {number} was written{by} while this job archived: another job uses "
+            f"{self.description}: entry {number} was written{by}, which is not of this job: another job uses "
             "the same run id and archive. This job archives no more; give one of them another --rdzv-id.",
             number=number,
             attempt=attempt_id,

@@ -20,6 +20,7 @@ _KIND_AND_REMEDY: dict[int | None, tuple[str, str]] = {
     errno.EROFS: ("forbidden", "the file system is read-only: remount it, or choose another --archive"),
     errno.ENOSPC: ("quota", "free space there, or set --archive-keep"),
     errno.EDQUOT: ("quota", "the quota is used up: free space there, or set --archive-keep"),
+    errno.ENOENT: ("missing-bucket", "mount the file system, or create the directory with mkdir"),
     errno.ENOTDIR: ("unavailable", "a file is in the place of a directory: choose another --archive"),
 }
 _ERRNOS_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
@@ -29,7 +30,7 @@ class DirectoryStore:
     """A `Store` in a directory; a name with slashes is a path below it."""
 
     def __init__(self, root: Path, disk: Disk = DISK) -> None:
-        """``root`` and its parents are created by the first put."""
+        """``root`` must exist when it is used: a file system that is not mounted is no empty archive."""
         self._root = root
         self._disk = disk
         self.description = f"file://{root}"
@@ -37,6 +38,7 @@ class DirectoryStore:
     def put(self, name: str, data: bytes | memoryview) -> None:
         """See base class."""
         path = self._root / name
+        self._check_root()
         with _translate_errors("write", path):
             temporary = self._write_temporary(path, data)
             try:
@@ -50,6 +52,7 @@ class DirectoryStore:
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """See base class. A hard link is created only where nothing is."""
         path = self._root / name
+        self._check_root()
         with _translate_errors("write", path):
             temporary = self._write_temporary(path, data)
             try:
@@ -76,6 +79,7 @@ class DirectoryStore:
                         done += count
                     return into[:done]
             except (FileNotFoundError, NotADirectoryError):
+                self._check_root()
                 return None
 
     def head(self, name: str) -> int | None:
@@ -85,6 +89,7 @@ class DirectoryStore:
             try:
                 return path.stat().st_size
             except (FileNotFoundError, NotADirectoryError):
+                self._check_root()
                 return None
 
     def list(self, prefix: str) -> list[StoredName]:
@@ -95,16 +100,24 @@ class DirectoryStore:
                 with os.scandir(path) as entries:
                     return sorted((StoredName(e.name, e.is_dir()) for e in entries), key=lambda e: e.name)
             except (FileNotFoundError, NotADirectoryError):
+                self._check_root()
                 return []
 
     def delete(self, name: str) -> None:
         """See base class. A directory that it leaves empty goes too, as a prefix does in an object store."""
         path = self._root / name
         with _translate_errors("remove", path):
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 path.unlink()
+            except FileNotFoundError:
+                self._check_root()
             with contextlib.suppress(OSError):  # it is not empty
                 path.parent.rmdir()
+
+    def _check_root(self) -> None:
+        """Raise ArchiveError if the directory is absent, as for a bucket."""
+        with _translate_errors("use", self._root), os.scandir(self._root):
+            pass
 
     def _write_temporary(self, path: Path, data: bytes | memoryview) -> Path:
         self._disk.make_dirs(path.parent)

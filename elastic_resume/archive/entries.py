@@ -27,6 +27,7 @@ MIN_PART_BYTES = 64 << 20
 MAX_PART_BYTES = 4 << 30  # a store takes at most 5 GB in one request
 MAX_PARTS = 1000  # more than this only if parts would be greater than MAX_PART_BYTES
 MAX_NUMBER = 99_999_999
+WRITER_DIGITS = 16
 MAX_HISTORY_CHARS = 128
 MAX_MILESTONES = 32  # of one entry: its first line has a limit
 _NUMBER = re.compile(r"[0-9]{8}")
@@ -133,6 +134,24 @@ def parse_attempt_id(name: str) -> tuple[int, int] | None:
     """Return (generation, step) of an attempt's id; None for any other text."""
     match = _ATTEMPT.fullmatch(name)
     return parse_checkpoint_name(match[1]) if match else None
+
+
+def is_outdated(attempt: str, other: str) -> bool:
+    """Return whether an attempt is merely late if ``other`` has archived, so that a next one may follow.
+
+    The other one is of this job, as of a leader before, or of an older generation: a job that was cut off and
+    has found its way back. Otherwise two jobs have the same run id, and this one must archive no more. So of
+    two such jobs one goes on.
+    """
+    own_version, other_version = parse_attempt_id(attempt), parse_attempt_id(other)
+    if own_version is None or other_version is None:
+        return False
+    return other_version[0] < own_version[0] or find_writer(attempt) == find_writer(other)
+
+
+def find_writer(attempt: str) -> str:
+    """Return the job that an attempt is of: the first half of its nonce."""
+    return attempt.rpartition("-")[2][:WRITER_DIGITS]
 
 
 def find_version(data: bytes | memoryview) -> tuple[int, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from elastic_resume.archive.archive import open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.testing import Cluster
 from tests.integration import test_sharded
-from tests.support.s3 import BUCKET, FaultProxy, s3_environment, serve_s3
+from tests.support.s3 import BUCKET, Fault, FaultProxy, s3_environment, serve_s3
 from tests.support.training_job import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
@@ -25,6 +26,7 @@ NODES = 2
 def make_cluster(directory: Path, names: Sequence[str], *flags: str, workers: int = 1) -> Cluster:
     """Return a cluster whose nodes have these names, with an archive beside it."""
     store = directory.parent / "store"
+    store.mkdir(parents=True, exist_ok=True)
     common = [
         "--archive",
         str(store),
@@ -151,14 +153,16 @@ def test_node_killed_in_upload_leaves_step_before_or_this_one(tmp_path: Path, po
 
 def test_training_goes_on_while_archive_fails(tmp_path: Path) -> None:
     """The reason is logged with its remedy, and uploads begin once it is gone."""
-    (tmp_path / "store").touch()
+    parts = tmp_path / "store" / "job" / "parts"
+    parts.parent.mkdir(parents=True)
+    parts.touch()  # in the place of a directory: it can be listed, but nothing can be put there
     with make_cluster(tmp_path / "job", ["n0"]) as cluster:
         start(cluster, tmp_path / "log", "--fast-from", str(tmp_path / "fast"), step_delay=0.2)
         cluster.wait(lambda: cluster.events("archive-failed"), "an error of the archive")
         step = cluster.wait(step=1)["step"]
         cluster.wait(step=step + 1)
         assert "Training continues, and this node tries again." in cluster.output(0)
-        (tmp_path / "store").unlink()
+        parts.unlink()
         cluster.wait(lambda: cluster.events("archived"), "an archived checkpoint")
         assert "uploads to the archive work again." in cluster.output(0)
         (tmp_path / "fast").touch()
@@ -178,6 +182,26 @@ def test_stopped_job_archives_its_last_step(tmp_path: Path, nodes: int) -> None:
         assert cluster.wait_exit() == [128 + signal.SIGTERM] * nodes
         newest = cluster.checkpoints(0)[0].version
         assert read_archive(tmp_path)[0] == newest, "".join(map(cluster.output, range(nodes)))
+
+
+@pytest.mark.soak  # unit/mechanisms/archive/test_last_upload.py has the parts of it
+def test_job_ends_with_its_grace_though_the_store_hangs(tmp_path: Path) -> None:
+    """Training is over, and the last checkpoint is on its way; no thread holds the process at its exit."""
+    with serve_s3() as port:
+        proxy = FaultProxy(port)
+        flags = ["--archive", f"s3://{BUCKET}/jobs", "--archive-every", "1h", "--grace", "3s"]
+        with proxy.serve() as front, make_cluster(tmp_path / "job", ["n0"], *flags) as cluster:
+            cluster.env.update(s3_environment(front))
+            start(cluster, tmp_path / "log", step_delay=0.1)
+            cluster.wait(lambda: cluster.events("archived"), "an archived checkpoint")
+            with proxy.lock:
+                proxy.faults.append(Fault("*", "", "hang"))
+            cluster.wait(lambda: "before this node ends" in cluster.output(0), "the last upload")
+            began = time.monotonic()
+            cluster.kill_agent(0, signal.SIGTERM)
+            assert cluster.wait_exit() == [0], cluster.output(0)
+            assert time.monotonic() - began < 15, "one request takes longer than that"
+            assert "is not archived, and is on this node's disk: it took too long" in cluster.output(0)
 
 
 @pytest.mark.soak  # one node reads for all in the first test; test_archive.py has the store

@@ -118,26 +118,28 @@ def test_job_goes_back_once_whatever_repeats_the_request(
 def test_new_nodes_go_back_to_an_archived_milestone(
     make_job: Callable[..., Job], expected: set[str], tmp_path: Path
 ) -> None:
-    """All nodes and disks are gone. Whatever the interval, the milestone was archived, and so was the end."""
+    """All nodes and disks go while the job trains. Its milestone was archived at once."""
+    (tmp_path / "store").mkdir()
     env = {"ELASTIC_RESUME_ARCHIVE": str(tmp_path / "store"), "ELASTIC_RESUME_ARCHIVE_EVERY": "1h"}
+    archive = open_archive(env["ELASTIC_RESUME_ARCHIVE"], "job")
     job = make_job("first", env=env)
-    assert job.run(SAVES="5:good,6:best:0.5", SPIKE="12") == [0, 0, 0]
+    job.start(SAVES="5:good", SPIKE="7", PAUSE="0.3")
+    job.cluster.wait(lambda: (1, 5) in archive.list_milestones(), "an archived milestone")
+    assert not job.ends
     job.cluster.stop()
     shutil.rmtree(job.cluster.directory)
-    archive = open_archive(env["ELASTIC_RESUME_ARCHIVE"], "job")
-    assert {(1, 5), (1, 6), (1, 20)} <= archive.list_milestones().keys()
     job = make_job("second", env=env)
-    rename_nodes(job.cluster, ["x0", "x1", "x2"])
-    assert job.run({1: BACK}) == [0, 0, 0], job.cluster.output(0)
+    rename_nodes(job.cluster, [f"x{index}" for index in range(NODES)])
+    assert job.run({1: BACK}) == [0] * NODES, job.cluster.output(0)
     assert job.ends == expected
     assert job.starts == [(5, "good")]
     (resumed, *_) = job.cluster.events("resume")
     assert resumed["source_tier"] == "archive"
     assert archive.find_newest() == (2, 20, 2)
     # Now the nodes hold the newest, and the first one, which reads the archive, has no flag.
-    assert job.run({1: ["--resume-from", "g1-s6"]}) == [0, 0, 0], job.cluster.output(0)
+    assert job.run({1: ["--resume-from", "g1-s5"]}) == [0] * NODES, job.cluster.output(0)
     assert job.ends == expected
-    assert job.starts[-1] == (6, "g000001-s0000000006")
+    assert job.starts[-1] == (5, "g000001-s0000000005")
 
 
 POINTS = (

@@ -309,6 +309,7 @@ def test_damaged_newest_state_is_replaced_by_archived_one(
     """The start has not listed it, because the node seemed to have the same."""
     expected = job.run_to(4)
     monkeypatch.setenv("ELASTIC_RESUME_ARCHIVE", str(tmp_path / "store"))
+    (tmp_path / "store").mkdir()
     archive = open_archive(str(tmp_path / "store"), "job")
     (entry,) = Catalog(job.node_dir, "job").list_valid()
     image = (entry.path / constants.STATE_FILE).read_bytes()

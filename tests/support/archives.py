@@ -44,6 +44,28 @@ def begin(archive: Archive, step: int = 1, generation: int = 1) -> Attempt:
     return attempt
 
 
+class ArchivingJob:
+    """A job that has begun to archive. Its writer is random, as that of the next start of the same job."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.archive, self._writer = archive, secrets.token_hex(8)
+        self._first_number = archive.find_next_number()
+
+    def begin(self, step: int, generation: int = 1, seed: int | None = None) -> Attempt | None:
+        """Begin to archive a step; None if it is archived already. The bytes follow from ``seed``."""
+        blocks = make_whole_manifest(make_image(step if seed is None else seed)).blocks
+        nonce = self._writer + secrets.token_hex(8)
+        return self.archive.begin((generation, step), nonce, self._first_number, blocks)
+
+    def archive_step(self, step: int, generation: int = 1, seed: int | None = None) -> bool:
+        """Archive a step; return False if it is archived already."""
+        attempt, image = self.begin(step, generation, seed), make_image(step if seed is None else seed)
+        if attempt is not None:
+            put_parts(self.archive, attempt, image)
+            commit(self.archive, attempt, image)
+        return attempt is not None
+
+
 def commit(
     archive: Archive,
     attempt: Attempt,

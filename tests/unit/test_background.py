@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from elastic_resume.background import MAX_OFFERS, BackgroundThread, OfferQueue
+from elastic_resume.background import MAX_OFFERS, BackgroundThread, OfferQueue, map_in_daemon_threads
 from tests.support.processes import wait_for
 
 
@@ -126,3 +126,21 @@ def test_queue_drops_oldest_offers_of_slow_taker_and_those_that_wait_at_the_end(
     may_go_on.release()
     offers.close()
     assert taken == [0, 3]
+
+
+def test_items_are_mapped_in_order_by_threads_that_end_with_the_process() -> None:
+    """An exception is the caller's, and the items that wait are left."""
+    daemons = []
+
+    def double(number: int) -> int:
+        daemons.append(threading.current_thread().daemon)
+        if number < 0:
+            raise ValueError(number)
+        return 2 * number
+
+    assert map_in_daemon_threads(double, range(20), 4) == [2 * number for number in range(20)]
+    assert map_in_daemon_threads(double, [], 4) == []
+    assert all(daemons)
+    with pytest.raises(ValueError, match="-1"):
+        map_in_daemon_threads(double, [-1, *range(1000)], 1)
+    assert len(daemons) == 20 + 1

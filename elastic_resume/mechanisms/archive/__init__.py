@@ -1,13 +1,14 @@
 """Archive the job's checkpoints while it trains, in a store that outlives all nodes and disks.
 
-`judge` chooses a checkpoint and shares its parts over the nodes, and `uploader` puts them. The package
-`elastic_resume.archive` has the format and the commit protocol, and `restore.archive_source` the way back.
-The events are::
+`judge` chooses a checkpoint and shares its parts over the nodes. `uploader` puts them through `writer`, and
+`last_upload` the last checkpoint at the end of the job. The package `elastic_resume.archive` has the format
+and the commit protocol. The events are::
 
-    archived         step, checkpoint_generation, number (of the entry in the archive's log), bytes, seconds
-                     (since this node began), archive (its address)
-    archive-failed   error; this node tries again
-    archive-refused  error; another job archives under the same run id, so this one does not any more
+    archived           step, checkpoint_generation, number (of the entry in the archive's log), bytes, seconds
+                       (since this node began), archive (its address)
+    archive-failed     error; once for failures in a row, and for a last checkpoint that is not archived
+    archive-recovered  seconds (since the first of those failures)
+    archive-refused    error; another job archives under the same run id, so this one does not any more
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.events import Event, get_count, get_seconds
+from elastic_resume.events import Event, get_seconds
 from elastic_resume.mechanisms.mechanism import AlertKind, Gauge, StatusMember
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
-from elastic_resume.units import format_bytes, parse_duration
+from elastic_resume.units import parse_duration
 
 MIN_EVERY_S = 1.0
 
@@ -48,27 +48,41 @@ class ArchiveStatus:
     put_parts: int = 0
     parts: int = 0
     problem: str = ""
+    failing_s: float | None = None
+    """Seconds since requests began to fail; None unless they do."""
+    retry_s: float | None = None
+    """Seconds until the next try."""
 
 
 def describe_status(status: ArchiveStatus) -> str:
-    """Say what is archived, what is being uploaded, and what fails."""
-    if status.problem:
-        return f"archive: {status.problem}"
-    done = "nothing archived yet" if status.step is None else f"step {status.step} archived"
+    """Say what is archived and how old it is, what is being uploaded, and what fails."""
+    done = "nothing archived yet"
+    if status.step is not None:
+        done = f"step {status.step} archived {_format_age(status.age_s)} ago"
     if status.uploading_step is not None:
         done += (
             f", step {status.uploading_step} is being uploaded ({status.put_parts} of {status.parts} parts)"
         )
+    if status.problem:
+        since = "" if status.failing_s is None else f"failing for {_format_age(status.failing_s)}: "
+        done += f"; {since}{status.problem.rstrip('.')}"
+    if status.retry_s is not None:
+        done += f"; next try in {_format_age(status.retry_s)}"
     return f"archive {status.archive}: {done}"
 
 
-def _describe_archived(event: Event) -> str:
-    size, seconds = format_bytes(get_count(event, "bytes")), get_seconds(event, "seconds") or 0.0
-    return f"step {get_count(event, 'step')} was archived ({size} in {seconds:.1f} s)"
+def _format_age(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _describe_failure(event: Event) -> str:
     return f"an upload to the archive failed: {event.get('error') or 'no reason recorded'}"
+
+
+def _describe_recovery(event: Event) -> str:
+    return f"uploads to the archive work again, after {_format_age(get_seconds(event, 'seconds') or 0.0)}"
 
 
 def _describe_refusal(event: Event) -> str:
@@ -80,8 +94,8 @@ def _sample(member: dict[str, Any]) -> tuple[str, float]:
 
 
 ALERTS = (
-    AlertKind("archived", _describe_archived),
-    AlertKind("archive-failed", _describe_failure, is_bad=True, ended_by="archived"),
+    AlertKind("archive-failed", _describe_failure, is_bad=True, ended_by="archive-recovered"),
+    AlertKind("archive-recovered", _describe_recovery),
     AlertKind("archive-refused", _describe_refusal, is_bad=True),
 )
 STATUS = StatusMember("archive", ArchiveStatus, describe_status)

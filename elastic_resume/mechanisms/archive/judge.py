@@ -29,7 +29,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_resume.archive.entries import parse_attempt_id
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
 
@@ -46,7 +45,6 @@ STALL_S = 900.0
 MAX_FAILURES = 3
 """In a row; then the others take a node's share."""
 LAST_UPLOAD_MARGIN = 1.5
-WRITER_DIGITS = 16
 MAX_UPLOADERS = 32
 MAX_PARTS = 1 << 16
 MAX_HELD = 8
@@ -100,6 +98,14 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class LogStart:
+    """The number that the log's next entry had when the job ``writer`` began to archive."""
+
+    writer: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeReport:
     """The fact of a node."""
 
@@ -118,6 +124,7 @@ class NodeReport:
     """How fast this node has put parts; 0 if it has put none."""
     held: tuple[HeldCheckpoint, ...] = ()
     begun: Begun | None = None
+    log_start: LogStart | None = None
     attempt: str = ""
     put: Ranges = ()
     """Its parts of `attempt` that are in the archive."""
@@ -189,7 +196,9 @@ class ArchiveVerdict:
     """Seconds since `archived`, roughly."""
     turn: int = 0
     writer: str = ""
-    """The first half of the nonce of each attempt of this job: see `is_outdated`."""
+    """The first half of the nonce of each attempt of this job: see `entries.is_outdated`."""
+    first_number: int = 0
+    """Entries from this number on were put since this job began to archive; 0: it has not."""
     refusal: str = ""
     bytes_per_s: float = 0.0
     """Of the slowest node that has put parts."""
@@ -251,6 +260,7 @@ class ArchiveJudge(Judge):
         self._verdict = replace(
             self._verdict,
             writer=writer,
+            first_number=self._verdict.first_number or self._find_first_number(writer),
             bytes_per_s=min(speeds, default=self._verdict.bytes_per_s),
         )
         if self._verdict.refusal:
@@ -264,6 +274,10 @@ class ArchiveJudge(Judge):
         elif self._is_due(now):
             self._request()
         return Judgment(encode_body(replace(self._verdict, age_s=self._round_age(now))))
+
+    def _find_first_number(self, writer: str) -> int:
+        starts = [report.log_start for report in self._reports.values()]
+        return min((start.number for start in starts if start and start.writer == writer), default=0)
 
     # ---- due, requested -------------------------------------------------------------------------------
 
@@ -288,7 +302,10 @@ class ArchiveJudge(Judge):
             return  # no step has been measured
         step = newest.step + max(MIN_LEAD_STEPS, math.ceil(REQUEST_LEAD_S / newest.step_s))
         every = self._interval.every_steps
-        step = -(-step // every) * every if every else step
+        multiple = -(-step // every) * every if every else step
+        # After a start a multiple may be too near before the speed is known: that one is late, not left out.
+        is_late = step - newest.step < every and multiple - every > newest.step
+        step = step if is_late and self._verdict.archived is None else multiple
         self._held_at = self._passed_at = math.inf
         self._verdict = replace(self._verdict, request_step=step, requested_at=newest.step)
 
@@ -423,23 +440,6 @@ def share_parts(upload: Upload, nodes: Sequence[str]) -> tuple[Share, ...]:
         if not left[node] and (half := len(left[longest]) // 2):
             left[longest], left[node] = left[longest][:-half], left[longest][-half:]
     return tuple(Share(node, to_ranges(parts)) for node, parts in left.items() if parts)
-
-
-def is_outdated(attempt: str, winner: str) -> bool:
-    """Return whether an attempt whose number another one has taken is merely late, so a next one may follow.
-
-    The other one is of this job, as of a leader before, or of an older generation: a job that was cut off and
-    has found its way back. Otherwise two jobs have the same run id, and this one must archive no more. So of
-    two such jobs one goes on.
-    """
-    own, other = parse_attempt_id(attempt), parse_attempt_id(winner)
-    if own is None or other is None:
-        return False
-    return other[0] < own[0] or _find_writer(attempt) == _find_writer(winner)
-
-
-def _find_writer(attempt: str) -> str:
-    return attempt.rpartition("-")[2][:WRITER_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,10 +34,14 @@ MAX_WAITING = 32
 LIMIT_S = 30.0
 END_LIMIT_S = 10.0
 """For all commands together, once the agent has ended."""
+MIN_END_S = 0.5
+"""Of it after a signal whose grace is over: a message of the end is worth that."""
 POLL_S = 0.02
 READ_BYTES = 1 << 16
 MAX_LAST_READS = 16  # of a pipe, which holds 64 KiB; a process that is left may write for ever
 MAX_SHOWN_BYTES = 2000
+_ADDRESS = re.compile(r"(https?://[^/\s]+)/[^\s\"'<>]+")
+_BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]+", re.IGNORECASE)
 
 
 def parse_command(setting: str, text: str) -> tuple[str, ...]:
@@ -88,14 +93,18 @@ class CommandQueue:
             self._waiting.append(notice)
             self._changed.notify()
 
-    def finish(self) -> None:
-        """Wait for the notices that are left, at most `END_LIMIT_S`, of which each gets an equal share."""
+    def finish(self, left_s: float | None = None) -> None:
+        """Wait for the notices that are left; each gets an equal share of `END_LIMIT_S`.
+
+        ``left_s``: until this node must end, if it must; the commands get `MIN_END_S` all the same.
+        """
+        limit_s = END_LIMIT_S if left_s is None else min(END_LIMIT_S, max(MIN_END_S, left_s))
         with self._changed:
             now = time.monotonic()
-            self._end = now + END_LIMIT_S
+            self._end = now + limit_s
             self._limit = min(self._limit, now + self._share_s(now))
             self._changed.notify()
-        self._done.wait(END_LIMIT_S + 1)
+        self._done.wait(limit_s + 1)
 
     def _share_s(self, now: float) -> float:
         """Return how long one run may take, beside those that wait."""
@@ -180,6 +189,7 @@ class _OutputEnd:
             self._tail = (self._tail + os.read(self._descriptor, READ_BYTES))[-MAX_SHOWN_BYTES:]
 
     def describe(self) -> str:
-        """Return a clause with it; empty if nothing was printed."""
-        text = to_printable(mask(self._tail.decode(errors="replace").strip()), MAX_SHOWN_BYTES)
+        """Return a clause with it; empty if nothing was printed. A webhook's path is a secret."""
+        text = _ADDRESS.sub(r"\1/***", mask(self._tail.decode(errors="replace").strip()))
+        text = to_printable(_BEARER.sub(r"\1 ***", text), MAX_SHOWN_BYTES)
         return f", and printed: {text.rstrip('.')}" if text else ""

@@ -108,6 +108,9 @@ def _describe_resume(event: Event, *, is_recovery: bool) -> str:
     begins = "continues" if is_recovery or event.get("kind") != "cold" else "starts"
     after = f" after step {step}" if step else ""
     text = f"training {begins}{after} on {count}, {format_count(get_count(event, 'world_size') or 0, 'rank')}"
+    if event.get("resume_from"):
+        given_up = format_count(get_count(event, "given_up_steps") or 0, "newer step")
+        text += f"; it went back as --resume-from {event['resume_from']} asks, {given_up} given up"
     recomputed = get_count(event, "recomputed_steps")
     return f"{text}; {format_count(recomputed, 'step')} to compute again" if recomputed else text
 

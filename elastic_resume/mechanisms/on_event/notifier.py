@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from elastic_resume.events import Event
+from elastic_resume.grace import find_left_s
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart
 from elastic_resume.mechanisms.on_event.command import CommandQueue
 from elastic_resume.mechanisms.on_event.notices import NoticeMaker
@@ -17,6 +20,7 @@ class Notifier(AgentPart):
         words = context.settings["on_event"]
         self._queue = CommandQueue(words) if words else None
         self._maker = NoticeMaker(context.summarize_event)
+        self._stopping_at: float | None = None
 
     def observe(self, event: Event) -> None:
         """Queue the event's notice."""
@@ -30,7 +34,12 @@ class Notifier(AgentPart):
         records = read_own_records(self._context.node_dir, self._context.local_world_size)
         return max((record.step for record in records), default=None)
 
+    def begin_stop(self) -> None:
+        """Note a signal to stop: the last commands get no more than what is left of the grace."""
+        if self._stopping_at is None:
+            self._stopping_at = time.monotonic()
+
     def finish(self) -> None:
         """Give the last commands a limited time."""
         if self._queue is not None:
-            self._queue.finish()
+            self._queue.finish(find_left_s(self._stopping_at))

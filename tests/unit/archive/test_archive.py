@@ -22,7 +22,7 @@ from elastic_resume.errors import (
     TornError,
 )
 from elastic_resume.milestone import Milestone
-from tests.support.archives import PART_BYTES, archive_step, begin, commit, put_parts
+from tests.support.archives import PART_BYTES, ArchivingJob, archive_step, begin, commit, put_parts
 from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, make_image
 
 NEWER_ENTRY = b'{"kind":"elastic_resume archived checkpoint","format":9}\n'
@@ -121,6 +121,36 @@ def test_newest_entry_names_the_greatest_of_the_log(archive: Archive, tmp_path: 
     assert reader.find_newest() is None, "only all entries together can tell"
 
 
+def test_absent_directory_is_no_empty_archive(tmp_path: Path) -> None:
+    """The file system is not mounted. A job would start over, and archive on the node's own disk."""
+    root = tmp_path / "mnt"
+    store, absent = DirectoryStore(root), open_archive(str(root), RUN)
+    requests: list[Callable[[], object]] = [
+        absent.list_numbers,
+        absent.find_newest,
+        lambda: absent.put_events("a", b"x"),
+        lambda: store.put_if_absent("a/b", b"x"),
+        lambda: store.get_range("a/b", 0, 1),
+        lambda: store.head("a/b"),
+        lambda: store.delete("a/b"),
+        lambda: archive_step(absent, 5),
+    ]
+    for request in requests:
+        with pytest.raises(
+            ArchiveError, match=r"mnt: No such file.*; mount .*, or create .* with mkdir"
+        ) as caught:
+            request()
+        assert caught.value.kind == "missing-bucket"
+        assert not root.exists()
+    root.touch()
+    with pytest.raises(ArchiveError, match=r"cannot use .*/mnt: Not a directory"):
+        absent.list_numbers()
+    root.unlink()
+    root.mkdir()
+    assert absent.list_numbers() == []
+    assert store.get_range("a/b", 0, 1) is None
+
+
 def test_unfinished_attempt_is_invisible_and_does_not_block(archive: Archive) -> None:
     """The job died between parts and entry."""
     archive_step(archive, 5)
@@ -163,6 +193,70 @@ def test_second_writer_is_refused_in_gap_that_pruning_left(archive: Archive, tmp
     assert archive.list_numbers() == [4]
     with pytest.raises(SecondWriterError):
         commit(late, stale)
+
+
+@pytest.mark.parametrize("steps_apart", [0, 1])
+def test_one_of_two_jobs_that_alternate_is_refused(tmp_path: Path, steps_apart: int) -> None:
+    """No attempt overlaps another. Neither job has begun to archive before the other one."""
+    jobs = [ArchivingJob(open_archive(str(tmp_path), RUN)) for _ in range(2)]
+    jobs[0].archive_step(2)
+    with pytest.raises(SecondWriterError, match="entry 1 was written by the attempt g000001-s0000000002"):
+        jobs[1].archive_step(2 + steps_apart)
+    jobs[0].archive_step(4)
+    assert steps(jobs[0].archive) == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("generations", "refused"),
+    [
+        ((1, 1), 0),
+        ((1, 2), 0),
+        ((2, 1), 1),  # the first one is newer: it goes on, and the late one learns that at its next step
+    ],
+)
+def test_job_that_began_later_is_noticed_too(
+    tmp_path: Path, generations: tuple[int, int], refused: int
+) -> None:
+    """Entries that it has found may be those of a job before it; the first job knows better."""
+    jobs = [ArchivingJob(open_archive(str(tmp_path), RUN))]
+    jobs[0].archive_step(10, generations[0])
+    jobs.append(ArchivingJob(open_archive(str(tmp_path), RUN)))
+    outcomes: list[list[str]] = [[], []]
+    for step in (20, 30, 40):
+        for index in (1, 0):
+            if "refused" in outcomes[index]:
+                continue
+            try:
+                jobs[index].archive_step(step + index, generations[index])
+                outcomes[index].append("archived")
+            except SecondWriterError:
+                outcomes[index].append("refused")
+    assert outcomes[refused][-1] == "refused"
+    assert outcomes[1 - refused] == ["archived"] * 3
+
+
+def test_job_that_starts_again_goes_on(tmp_path: Path) -> None:
+    """Its entries before are those of another writer; so is one of a node that was late."""
+    archive = open_archive(str(tmp_path), RUN)
+    former = ArchivingJob(archive)
+    former.archive_step(10)
+    again = ArchivingJob(open_archive(str(tmp_path), RUN))
+    assert not again.archive_step(10), "the same content is archived already"
+    former.archive_step(11)
+    assert again.archive_step(20, generation=2)
+    assert again.archive_step(30, generation=2)
+    assert not again.archive_step(30, generation=2, seed=31), "nodes of one job may differ"
+
+
+def test_equal_step_of_other_content_is_of_another_job(tmp_path: Path) -> None:
+    """Two jobs that have started afresh; the second one would take the first one's state for its own."""
+    archive_step(open_archive(str(tmp_path), RUN), 10)
+    job = ArchivingJob(open_archive(str(tmp_path), RUN))
+    with pytest.raises(SecondWriterError, match="entry 1 was written by the attempt g000001-s0000000010"):
+        job.archive_step(10, seed=11)
+    entry = tmp_path / RUN / "log" / "00000001"
+    flip_bits(entry, entry.stat().st_size - 3)
+    assert not job.archive_step(10, seed=11), "what a damaged entry had is not known"
 
 
 def test_conflict_is_tried_again(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:

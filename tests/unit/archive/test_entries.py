@@ -226,3 +226,22 @@ def test_prune_counts_entries_of_one_checkpoint_once() -> None:
     log = [(1, make_header(1)), (2, make_header(2)), (3, make_header(1, A)), (4, make_header(3))]
     assert entries.choose_pruned(log, 2) == [1]
     assert entries.choose_pruned(log, 1) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("generation", "nonce", "expected"),
+    [
+        (2, "a" * 16 + "1" * 16, True),  # this job's, of a former leader
+        (3, "a" * 16 + "1" * 16, True),
+        (1, "b" * 16 + "1" * 16, True),  # a job that was replaced
+        (2, "b" * 16 + "1" * 16, False),
+        (3, "b" * 16 + "1" * 16, False),
+    ],
+)
+def test_job_gives_way_to_another_one_of_its_generation_or_a_newer(
+    generation: int, nonce: str, expected: bool
+) -> None:
+    """Of two jobs with one run id one goes on. An unknown winner is another job."""
+    own = entries.make_attempt_id((2, 20), "a" * 32)
+    assert entries.is_outdated(own, entries.make_attempt_id((generation, 30), nonce)) == expected
+    assert not entries.is_outdated(own, "")

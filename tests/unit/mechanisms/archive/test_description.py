@@ -66,25 +66,36 @@ def test_status_and_metrics_have_newest_archived_step_and_its_age() -> None:
     status = make_leader_status(2, mechanisms=((STATUS.name, encode_body(ARCHIVED)),))
     document = build_document("job", status, make_members(2), {"n0:1": status, "n1:1": make_leader_status(2)})
     assert [node["archive"] and node["archive"]["step"] for node in document["nodes"]] == [40, None]
-    assert any("step 60 is being uploaded (2 of 5 parts)" in line for line in format_screen(document))
+    assert any("step 60 is being uploaded (2 of 5" in line for line in format_screen(document))
     assert scrape(status)["elastic_resume_archive_age_seconds", ("s3://bucket/job", "n0")] == 90.0
     first = make_leader_status(2, mechanisms=((STATUS.name, encode_body(replace(ARCHIVED, step=None))),))
     assert math.isnan(scrape(first)["elastic_resume_archive_age_seconds", ("s3://bucket/job", "n0")])
 
 
-def test_problem_is_shown_in_place_of_progress() -> None:
-    """A person has to act."""
-    assert describe_status(replace(ARCHIVED, problem="no permission")) == "archive: no permission"
+def test_problem_is_shown_beside_what_is_archived() -> None:
+    """A person has to act, and to know how much is at stake."""
+    fine = ArchiveStatus("s3://b/j", 20, 240.0)
+    assert describe_status(fine) == "archive s3://b/j: step 20 archived 4 min ago"
+    failing = replace(fine, problem="no way.", failing_s=180.0, retry_s=30.0)
+    assert describe_status(failing) == (
+        "archive s3://b/j: step 20 archived 4 min ago; failing for 3 min: no way; next try in 30 s"
+    )
+    refused = ArchiveStatus("s3://b/j", 20, 9000.0, problem="another job.")
+    assert describe_status(refused) == "archive s3://b/j: step 20 archived 2.5 h ago; another job"
     assert "nothing archived yet" in describe_status(ArchiveStatus("s3://bucket/job"))
 
 
-def test_failure_is_a_hint_until_a_checkpoint_is_archived() -> None:
-    """It stays in the list of what happened."""
+def test_failure_is_a_hint_until_uploads_work_again() -> None:
+    """It stays in the list of what happened; an archived checkpoint is no problem, and so not in it."""
     job = Job().begun()
     job.add(111, "archive-failed", "n1", error="no permission")
     failing = summary.build_run_report(job.events)
-    job.add(112, "archived", "n1", step=40, checkpoint_generation=1, number=1, bytes=1000, seconds=2.0)
+    job.add(112, "archive-recovered", "n1", seconds=90.0)
+    job.add(113, "archived", "n1", step=40, checkpoint_generation=1, number=1, bytes=1000, seconds=2.0)
     ended = summary.build_run_report(job.events)
     assert any("no permission" in hint for hint in failing.verdict.hints)
     assert not any("no permission" in hint for hint in ended.verdict.hints)
-    assert any("step 40 was archived (1 kB in 2.0 s)" in alert.text for alert in ended.alerts)
+    assert [alert.text for alert in ended.alerts] == [
+        "an upload to the archive failed: no permission",
+        "uploads to the archive work again, after 2 min",
+    ]

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_resume.archive.entries import make_attempt_id
 from elastic_resume.mechanisms.archive import judge as rules
 from elastic_resume.mechanisms.archive.judge import (
     UPLOADS,
@@ -21,7 +20,6 @@ from elastic_resume.mechanisms.archive.judge import (
     Share,
     Upload,
     decide_last_upload,
-    is_outdated,
     share_parts,
 )
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
@@ -91,7 +89,9 @@ def test_first_upload_is_due_at_once_and_later_ones_after_interval() -> None:
         (replace(IDLE, step_s=60.0), 14),
         (replace(IDLE, step_s=0.0), 0),  # not measured
         (replace(IDLE, every_steps=10), 20),
-        (replace(IDLE, every_steps=19), 38),  # the nearest multiple comes too soon
+        (replace(IDLE, every_steps=19), 20),  # 19 is too near: the first one is rather late than left out
+        (replace(IDLE, every_steps=19, archived=ArchivedVersion(1, 1)), 38),  # later ones are multiples
+        (replace(IDLE, every_steps=7), 21),  # as soon as can be, whatever the interval
     ],
 )
 def test_requested_step_is_ahead_of_all_nodes(report: NodeReport, step: int) -> None:
@@ -380,20 +380,13 @@ def test_parts_out_of_range_are_ignored() -> None:
     assert upload.put == ((7, 8),)
 
 
-@pytest.mark.parametrize(
-    ("generation", "nonce", "expected"),
-    [
-        (2, "a" * 16 + "1" * 16, True),  # this job's, of a former leader
-        (3, "a" * 16 + "1" * 16, True),
-        (1, "b" * 16 + "1" * 16, True),  # a job that was replaced
-        (2, "b" * 16 + "1" * 16, False),
-        (3, "b" * 16 + "1" * 16, False),
-    ],
-)
-def test_job_gives_way_to_another_one_of_its_generation_or_a_newer(
-    generation: int, nonce: str, expected: bool
-) -> None:
-    """Of two jobs with one run id one goes on. An unknown winner is another job."""
-    own = make_attempt_id((2, 20), "a" * 32)
-    assert is_outdated(own, make_attempt_id((generation, 30), nonce)) == expected
-    assert not is_outdated(own, "")
+def test_start_of_the_log_goes_from_leader_to_leader() -> None:
+    """It is that of the job's writer; a node may remember another job, which this one has replaced."""
+    start = rules.LogStart("a" * 16, 7)
+    leader = Leader("a", "b")
+    assert leader.hear(a=replace(IDLE, nonce="a" * 16)).first_number == 0
+    other = replace(IDLE, log_start=rules.LogStart("b" * 16, 3))
+    assert leader.hear(b=other).first_number == 0
+    verdict = leader.hear(b=replace(IDLE, log_start=start))
+    assert verdict.first_number == 7
+    assert Leader("b", last=verdict).hear(b=replace(IDLE, nonce="b" * 16)).first_number == 7

@@ -15,7 +15,7 @@ from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.errors import ArchiveError
-from elastic_resume.mechanisms.archive import pinned_checkpoint, uploader
+from elastic_resume.mechanisms.archive import failures, pinned_checkpoint
 from elastic_resume.mechanisms.archive.judge import UPLOADS, ArchiveJudge, Upload
 from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
 from elastic_resume.milestone import Milestone
@@ -74,8 +74,13 @@ class Node:
     def commit(self, step: int, generation: int = 1) -> Path:
         """Commit a step, as the committer would."""
         path = save_checkpoint(self.directory, generation, step)
-        self.part._committed.append(path)
+        self.part._note_commit(path)
         return path
+
+    def close(self) -> None:
+        """End as the agent does, whose thread does the last uploads."""
+        self.part._thread.start()
+        self.part.close()
 
     def work(self) -> None:
         """Do what the thread does, until it has nothing to do."""
@@ -86,8 +91,9 @@ class Node:
 class Job:
     """The nodes of a job, their leader and its clock."""
 
-    def __init__(self, path: Path, *names: str) -> None:
-        self.path, self.store = path, path / "store"
+    def __init__(self, path: Path, *names: str, store: Path | None = None) -> None:
+        self.path, self.store = path, store or path / "store"
+        self.store.mkdir(parents=True, exist_ok=True)
         self.now, self.body = 1000.0, FactBody("")
         self.judge = ArchiveJudge(Scope(0, (), names[0], 3.0))
         self.judge.start_view(1, names)
@@ -113,7 +119,8 @@ class Job:
 
     def find_upload(self) -> Upload:
         """Return the upload under way."""
-        upload = self.nodes[0].part._read_verdict().upload
+        self.nodes[0].work()
+        upload = self.nodes[0].part._verdict.upload
         assert upload
         return upload
 
@@ -238,7 +245,7 @@ def test_milestones_of_an_earlier_start_are_archived(tmp_path: Path) -> None:
     node.commit(9)
     node.part.begin_generation(SimpleNamespace(rank=0))  # type: ignore[arg-type]
     node.job_end = SimpleNamespace(reason=JobFinished())
-    node.part.close()
+    node.close()
     assert read_names(job) == {3: {"good"}, 5: {"other"}, 9: set()}
 
 
@@ -256,13 +263,16 @@ def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
 def test_parts_in_another_directory_are_missed_before_the_entry(tmp_path: Path) -> None:
     """A directory may be on each node's own disk, though it has the same name."""
     job = Job(tmp_path, "a")
+    (tmp_path / "other").mkdir()
     job.nodes.append(Node(job, "b", tmp_path / "other"))
     job.request()
     for node in job.nodes:
         node.commit(STEP)
     job.work()
     assert read_versions(job.archive) == []
-    assert "that other nodes have put are not there" in job.nodes[0].part._failures.text
+    series = job.nodes[0].part._failures.series
+    assert series
+    assert "that other nodes have put are not there" in series.text
 
 
 def test_pruned_checkpoint_is_uploaded_to_its_end(tmp_path: Path) -> None:
@@ -275,6 +285,37 @@ def test_pruned_checkpoint_is_uploaded_to_its_end(tmp_path: Path) -> None:
         file.unlink()
     job.work()
     assert read_versions(job.archive) == [(1, STEP)]
+
+
+def archive_next(job: Job, step: int) -> None:
+    """Have a job archive a step after ``step``."""
+    job.now += 1000.0
+    for node in job.nodes:
+        node.part._rate.step = step
+    job.work()
+    for node in job.nodes:
+        node.commit(node.words["commit_step"])
+    job.work(rounds=10)
+
+
+def test_one_of_two_jobs_that_alternate_is_refused(tmp_path: Path) -> None:
+    """The second one's next leader knows what the first one has found in the log."""
+    first = Job(tmp_path / "1", "a", "b")
+    second = Job(tmp_path / "2", "a", "b", store=first.store)
+    archive_next(first, 12)
+    archive_next(second, 12)
+    assert read_versions(first.archive) == [(1, STEP)], "the same content is archived already"
+    second.judge = ArchiveJudge(Scope(0, (), "b", 3.0, second.body))
+    second.judge.start_view(2, ("b", "a"))
+    for node in second.nodes:
+        node.part._rate.step = 13
+    second.work()
+    archive_next(first, 22)
+    archive_next(second, 32)
+    assert read_versions(first.archive)[0] == (1, 24), "and --archive-keep 1 has deleted the one before"
+    refusals = [job.nodes[0].part._verdict.refusal for job in (first, second)]
+    assert not refusals[0]
+    assert "entry 2 was written by the attempt g000001-s0000000024" in refusals[1]
 
 
 def test_error_is_logged_and_tried_again_with_growing_pauses(
@@ -296,14 +337,17 @@ def test_error_is_logged_and_tried_again_with_growing_pauses(
         pauses = []
         for _ in range(12):
             node.work()
-            pauses.append(node.part._failures.retry_at - clock[0])
-            clock[0] = node.part._failures.retry_at
+            series = node.part._failures.series
+            assert series
+            pauses.append(series.retry_at - clock[0])
+            clock[0] = series.retry_at
         assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
-        assert pauses[-1] == uploader.MAX_PAUSE_S
+        assert pauses[-1] == failures.MAX_PAUSE_S
         monkeypatch.setattr(node.part._rate, "update", lambda: None)
         status = node.part.update(node)  # type: ignore[arg-type]
         assert status
         assert "give the job the permission" in status.problem
+        assert (status.failing_s, status.retry_s) == (round(sum(pauses), 3), 0.0)
     texts = [record.message for record in caplog.records]
     assert texts[0] == (
         "the archive refuses: give the job the permission. Training continues, and this node tries again."
@@ -312,8 +356,9 @@ def test_error_is_logged_and_tried_again_with_growing_pauses(
     assert [event["event"] for event in node.events] == ["archive-failed"]
     node.work()
     assert read_versions(job.archive) == [(1, STEP)]
-    assert not node.part._failures.text
+    assert node.part._failures.series is None
     assert caplog.messages[-1] == "uploads to the archive work again."
+    assert [event["event"] for event in node.events] == ["archive-failed", "archive-recovered", "archived"]
 
 
 @pytest.mark.parametrize("generation", [1, 0])
@@ -329,10 +374,10 @@ def test_second_writer_ends_archiving_unless_it_is_older(tmp_path: Path, generat
     job.work()
     if generation:
         assert [event["event"] for event in node.events] == ["archive-refused"]
-        assert job.nodes[0].part._read_verdict().refusal
+        assert job.nodes[0].part._verdict.refusal
         assert read_versions(job.archive) == [(1, 99)]
         return
-    assert not node.part._refusal
+    assert not node.part._verdict.refusal
     node.part._rate.step = 20
     job.work()
     node.commit(node.words["commit_step"])
@@ -359,6 +404,6 @@ def test_first_node_archives_last_checkpoint_if_there_is_time(
         node.part.begin_stop()
     else:
         node.job_end = SimpleNamespace(reason=JobFinished())
-    node.part.close()
+    node.close()
     assert read_versions(job.archive)[0] == (1, expected)
     assert len(job.archive.list_attempts()) == 1, "with --archive-keep 1 nothing older stays"

@@ -78,6 +78,9 @@ def test_lost_node_is_failure() -> None:
     assert notice["root_cause"]["node"] == "n1"
 
 
+WENT_BACK = "; it went back as --resume-from best asks, 7 newer steps given up"
+
+
 def test_resume_is_start_then_recovery() -> None:
     """A first generation that resumes a checkpoint is a start too."""
     resume = {"event": "resume", "world_size": 4, "nodes": ["n0", "n1"]}
@@ -85,12 +88,18 @@ def test_resume_is_start_then_recovery() -> None:
     notices = make_notices(
         {**resume, "generation": 1, "step": 0, "kind": "cold", "recomputed_steps": 0},
         {**resume, "generation": 1, "step": 9, "kind": "resumed", "recomputed_steps": 0},
+        {**resume, "generation": 1, "step": 5, "kind": "resumed", "resume_from": "best", "given_up_steps": 7},
         begin,
         {**resume, "generation": 2, "step": 12, "kind": "resumed", "recomputed_steps": 1},
     )
     assert [(notice["kind"], notice["step"], notice["text"]) for notice in notices] == [
         ("start", 0, "training starts on 2 nodes, 4 ranks"),
         ("start", 9, "training continues after step 9 on 2 nodes, 4 ranks"),
+        (
+            "start",
+            5,
+            f"training continues after step 5 on 2 nodes, 4 ranks{WENT_BACK}",
+        ),
         ("recovery", 12, "training continues after step 12 on 2 nodes, 4 ranks; 1 step to compute again"),
     ]
 
@@ -129,6 +138,7 @@ def test_alert_is_made_once_in_generation() -> None:
         failed,
         {**failed, "step": 5},
         {"event": "preemption-notice", "source": "aws", "reason": "spot", "deadline": None},
+        {"event": "archived", "step": 4, "number": 1, "bytes": 9, "seconds": 1.0},
         {"event": "drain", "cause": "SIGTERM", "others_continue": False},
         {"event": "replicas-differ", "generation": 1, "step": 4, "nodes": [["n0"], ["n1"]]},
         {"event": "hang", "generation": 1, "step": 4, "seconds": 9, "waits_for_other_node": True},
