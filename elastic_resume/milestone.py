@@ -45,7 +45,7 @@ class WayBack:
 
 
 def is_name(text: str) -> bool:
-    """Return whether ``text`` can be a milestone's name; a step, a checkpoint, "latest" and "off" are none."""
+    """Return whether ``text`` can be a milestone's name: a step, a checkpoint, latest and off are none."""
     is_other = text in {LATEST, OFF} or _STEP.fullmatch(text) or parse_version(text)
     return _NAME.fullmatch(text) is not None and not is_other
 
