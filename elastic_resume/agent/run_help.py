@@ -41,10 +41,14 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
         ("-t, --tee 1|2|3", "the same, and to the console too"),
         "preload",
     ),
-    "checkpoints": ("ckpt-dir", "save-every", "snapshot-every", "keep", "archive", "resume", "resume-from"),
+    "checkpoints": (
+        *("ckpt-dir", "save-every", "snapshot-every", "keep"),
+        *("archive", "archive-every", "archive-keep"),
+        *("resume", "resume-from"),
+    ),
     "recovery": (
         ("--max-restarts N", "end the job after N restarts (default: no limit)"),
-        *(option.name for option in MECHANISM_OPTIONS if option.has_flag),
+        *(o.name for o in MECHANISM_OPTIONS if o.has_flag and not o.name.startswith("archive-")),
         "grace",
         "prove",
     ),

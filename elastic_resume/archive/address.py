@@ -72,6 +72,11 @@ def parse_address(setting: str, text: str) -> Address:
         raise ConfigError(
             f"{setting} is {text[:100]!r}: write two slashes behind the colon, as in s3://BUCKET/PREFIX."
         )
+    if scheme in {"http", "https"}:
+        raise ConfigError(
+            f"{setting} is {text[:100]!r}: write s3://BUCKET/PREFIX, and give the store's own address in "
+            "AWS_ENDPOINT_URL."
+        )
     if scheme == "file":
         if match and not rest.startswith("/"):
             raise ConfigError(f"{setting} is {text[:100]!r}: write file:///DIRECTORY, with three slashes.")
@@ -97,11 +102,29 @@ def parse_archive_setting(setting: str, value: object) -> str:
 
 
 def parse_source(text: str | os.PathLike[str]) -> Path | Address:
-    """Return the address of an archive, or of what is in it, or a path if ``text`` has no scheme.
+    """Return the address of an archive, or of what is in it, or the path of something else.
+
+    A directory without a scheme is an archive if it, or one of the runs in it, has entries and parts.
 
     Raises:
         ConfigError: as `parse_address`.
 
     """
     text = os.fspath(text)
-    return parse_address("the address", text) if _SCHEME.match(text) else Path(text)
+    path = Path(text)
+    if _SCHEME.match(text) or (_ONE_SLASH.match(text) and not path.exists()):
+        return parse_address("the address", text)
+    return Address("file", "", str(path.absolute())) if _is_in_archive(path) else path
+
+
+def _is_in_archive(path: Path) -> bool:
+    try:
+        if not path.exists():
+            return _is_archived_run(path.parent)  # a checkpoint is no directory there
+        return _is_archived_run(path) or any(map(_is_archived_run, path.iterdir()))
+    except OSError:  # whoever reads it says why
+        return False
+
+
+def _is_archived_run(path: Path) -> bool:
+    return (path / "log").is_dir() and (path / "parts").is_dir()

@@ -323,7 +323,7 @@ def check_archive(text: str) -> list[Finding]:
         started_at = time.monotonic()
         can_create = try_store(open_store(address))
     except (ConfigError, ArchiveError) as error:
-        return [Finding("archive", shown, source, str(error).rstrip("."))]
+        return [Finding("archive", f"{shown}: FAILED".lstrip(": "), source, str(error).rstrip("."))]
     value = f"{shown}: answers in {time.monotonic() - started_at:.1f} s"
     return [Finding("archive", value, source if can_create else "no create-only put: one job at a time")]
 

@@ -20,7 +20,14 @@ from elastic_resume import milestone
 from elastic_resume.errors import ConfigError, NoValidCheckpointError
 from elastic_resume.milestone import LATEST, MAX_WAYS_BACK, OFF, Milestone, Version, WayBack
 from elastic_resume.policy import resume_plan
-from elastic_resume.policy.resume_plan import ASIDE, Inventory, RejectedState, ResumePlan, SavedState
+from elastic_resume.policy.resume_plan import (
+    ARCHIVE,
+    ASIDE,
+    Inventory,
+    RejectedState,
+    ResumePlan,
+    SavedState,
+)
 
 MAX_LISTED = 8  # states or nodes named in one error
 
@@ -191,10 +198,12 @@ def _make_missing_error(
     names: dict[Version, set[str]] = {state.version: set() for state in states}
     for state, label in _list_milestones(states):
         names[state.version].add(label.name)
+    on_nodes = {state.version for state in states if state.tier != ARCHIVE}
     # Milestones first, then the newest.
     versions = sorted(names, key=lambda version: (bool(names[version]), version), reverse=True)
     shown = [
         " ".join([milestone.format_version(version), *(f"({name})" for name in sorted(names[version]))])
+        + ("" if version in on_nodes else " in the archive")
         for version in versions[:MAX_LISTED]
     ]
     more = f" and {len(versions) - MAX_LISTED} more" if len(versions) > MAX_LISTED else ""

@@ -41,7 +41,7 @@ from elastic_resume.report.formatting import (
 )
 
 VALID, BAD, QUARANTINED = "valid", "bad", "quarantined"
-_COLUMNS = ("node", "gen", "step", "world", "size", "age", "valid")
+_COLUMNS = ("node", "gen", "step", "world", "size", "age", "milestones", "valid")
 _NODE_DIR_FILES = (
     constants.EVENTS_FILE,
     constants.GENERATION_FILE,
@@ -232,10 +232,12 @@ def format_checkpoints(found: FoundPath | FoundArchive, now: float) -> str:
     for run in runs:
         rows = [_table_row(entry, now) for entry in entries if entry.run_id == run]
         lines += ["", f"run {run}"] if len(runs) > 1 or found.level == "root" else []
-        lines += format_table(_COLUMNS, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=6)
+        columns = _COLUMNS if any(row[6] for row in rows) else (*_COLUMNS[:6], _COLUMNS[7])
+        rows = rows if columns is _COLUMNS else [(*row[:6], row[7]) for row in rows]
+        lines += format_table(columns, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=len(columns) - 1)
         shown = "\n".join(lines)
         for entry in entries:
-            if entry.run_id == run and entry.state == BAD and entry.reason not in shown:
+            if entry.run_id == run and entry.state != VALID and entry.reason not in shown:
                 lines += wrap_text(f"{entry.node}/{entry.path.name}: {entry.reason}")
     return "\n".join(lines).lstrip("\n") + "\n" + _summarize_quarantined(entries)
 
@@ -349,14 +351,14 @@ def _describe_problem(error: object, path: Path) -> str:
 
 def _table_row(entry: CheckpointEntry, now: float) -> tuple[str, ...]:
     age_s = None if entry.written_at is None else max(0.0, now - entry.written_at)
-    names = "".join(f", milestone {_format_milestone(milestone)}" for milestone in entry.milestones)
-    state = {VALID: f"yes{names}", BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
+    state = {VALID: "yes", BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
     figures = (entry.generation, entry.step, entry.world_size)
     return (
         entry.node,
         *("-" if figure is None else str(figure) for figure in figures),
         format_bytes(entry.bytes),
         format_seconds(age_s),
+        ", ".join(map(_format_milestone, entry.milestones)),
         state[entry.state],
     )
 

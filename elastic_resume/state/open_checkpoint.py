@@ -97,6 +97,8 @@ def open_checkpoint(path: Path | Address, *, shows_progress: bool = False) -> Op
 
     """
     is_one, sources = _list_archived(path) if isinstance(path, Address) else _list_directories(path)
+    if not sources:
+        raise NoValidCheckpointError(f"{path}: there is no such checkpoint in the archive; ls shows what is.")
     problems = []
     for source in sources:
         try:

@@ -19,7 +19,14 @@ from elastic_resume.archive.archive import Archive, open_archive, open_store, tr
 from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
 from elastic_resume.archive.store import Store, StoredName
 from elastic_resume.commands.doctor import check_archive
-from elastic_resume.errors import ArchiveError, ConfigError, CorruptError, TornError, UnreadableError
+from elastic_resume.errors import (
+    ArchiveError,
+    ConfigError,
+    CorruptError,
+    NoValidCheckpointError,
+    TornError,
+    UnreadableError,
+)
 from elastic_resume.milestone import Milestone
 from tests.support.archives import archive_step, begin, commit, put_parts
 from tests.support.checkpoint_samples import RUN, make_image
@@ -407,10 +414,8 @@ def test_commands_take_addresses(address: str, capfd: pytest.CaptureFixture[str]
         ["node-a", "2", "6"],
         ["node-a", "1", "5"],
     ]
-    assert [line.partition("yes, ")[2] for line in text.splitlines()[-2:]] == [
-        "milestone good",
-        "milestone best 0.5",
-    ]
+    names = [line.removesuffix("yes").rstrip() for line in text.splitlines()[-2:]]
+    assert [name.rpartition("  ")[2] for name in names] == ["good", "best 0.5"]
     assert command("verify", "--deep", run)[1].startswith("ok   g000002-s0000000006")
     code, text = command("verify", f"{run}/g000001-s0000000005")
     assert (code, text.splitlines()[-1]) == (0, "1 valid, 0 bad (quick check; --deep reads all data)")
@@ -429,3 +434,5 @@ def test_commands_take_addresses(address: str, capfd: pytest.CaptureFixture[str]
     assert (finding.value.startswith(f"{address}: answers in"), finding.problem) == (True, "")
     assert er.load(run, name=None) == {"step": 6}
     assert er.load(f"{run}/g000001-s0000000005", name=None) == {"step": 5}
+    with pytest.raises(NoValidCheckpointError, match="no such checkpoint in the archive; ls shows"):
+        er.load(f"{run}/g000001-s0000000099")

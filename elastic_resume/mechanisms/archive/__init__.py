@@ -28,7 +28,7 @@ ARCHIVE = Mechanism(
         Option(
             "archive-every",
             "N|TIME",
-            "interval between archived checkpoints: steps or time",
+            "time or steps between archived states",
             description.parse_every,
             "30m",
             has_flag=True,
@@ -37,7 +37,7 @@ ARCHIVE = Mechanism(
         Option(
             "archive-keep",
             "N|all",
-            "archived checkpoints kept beside the milestones",
+            "archived states kept, plus milestones",
             description.parse_keep,
             "all",
             has_flag=True,

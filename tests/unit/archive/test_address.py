@@ -60,6 +60,7 @@ def test_secret_is_refused_and_not_repeated(text: str) -> None:
         ("s3://bucket/a b", "s3://BUCKET/PREFIX"),
         ("s3:/bucket/a", "two slashes"),
         ("s3:bucket/a", "two slashes"),
+        ("http://host:9000/bucket/a", "write s3://.*AWS_ENDPOINT_URL"),
         ("file://host/a", "three slashes"),
         ("s3://bucket/" + "a" * 800, "or a directory"),
         ("s3://bucket/a\n", "or a directory"),
@@ -80,3 +81,24 @@ def test_commands_take_paths_and_addresses() -> None:
     assert (str(run.parent), run.name, str(run / "x")) == ("s3://bucket/a", "run", "s3://bucket/a/run/x")
     assert str(Address("s3", "bucket", "run").parent) == "s3://bucket"
     assert str(Address("file", "", "/run").parent) == "file:///"
+
+
+def test_directory_that_is_an_archive_needs_no_scheme(tmp_path: Path) -> None:
+    """A path of --archive is one of `ls`, too; so are a run in it and a checkpoint of that."""
+    run = tmp_path / "store" / "train"
+    checkpoint = run / "g000001-s0000000005"
+    (run / "log").mkdir(parents=True)
+    assert parse_source(run) == run
+    (run / "parts").mkdir()
+    for path in (run.parent, run, checkpoint):
+        assert parse_source(path) == Address("file", "", str(path))
+    assert parse_source(tmp_path) == tmp_path
+
+
+def test_one_slash_after_a_scheme_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless there is one of that name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="two slashes"):
+        parse_source("s3:/bucket")
+    Path("s3:/bucket").mkdir(parents=True)
+    assert parse_source("s3:/bucket") == Path("s3:/bucket")

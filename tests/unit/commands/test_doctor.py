@@ -259,3 +259,13 @@ def test_small_limit_of_processes_is_a_problem(
     assert "3 of 40 run, threads included" in capsys.readouterr().out
     assert run_doctor(monkeypatch, {"PET_NPROC_PER_NODE": "2"}, "--ckpt-dir", str(tmp_path)) == 1
     assert "the node needs about 44 more" in capsys.readouterr().out
+
+
+def test_archive_that_fails_shows_it_in_its_row(tmp_path: Path) -> None:
+    """The row of one that works says what was tried; so would this one."""
+    (tmp_path / "file").touch()
+    (finding,) = doctor.check_archive(str(tmp_path / "file" / "x"))
+    assert finding.value == f"file://{tmp_path}/file/x: FAILED"
+    assert finding.problem
+    (malformed,) = doctor.check_archive("s3:/x")
+    assert malformed.value == "FAILED"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from elastic_resume.errors import ConfigError, NoValidCheckpointError
 from elastic_resume.milestone import MAX_WAYS_BACK, Milestone, WayBack, choose_kept
 from elastic_resume.policy import going_back, proof
 from elastic_resume.policy.resume_plan import (
+    ARCHIVE,
     ASIDE,
     MEMORY,
     Inventory,
@@ -262,6 +265,15 @@ def test_wrong_request_is_refused(text: str) -> None:
     """The text has the forms that are accepted."""
     with pytest.raises(ConfigError, match=r"--resume-from is .*g4-s500"):
         going_back.parse_setting("--resume-from", text)
+
+
+def test_missing_state_lists_which_ones_are_in_the_archive() -> None:
+    """Only there is where a node has none of it."""
+    both = SavedState("a", 1, 5, 0)
+    states = (both, replace(both, tier=ARCHIVE), SavedState("b", 1, 3, 0, ARCHIVE))
+    with pytest.raises(NoValidCheckpointError) as caught:
+        going_back.plan_resume([Inventory("a", 0, states, resume_from="nope")], "auto")
+    assert "There is g000001-s0000000005, g000001-s0000000003 in the archive." in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "off"])

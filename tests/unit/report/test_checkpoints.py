@@ -45,7 +45,9 @@ def test_ls_names_milestones_that_count(root: Path) -> None:
     catalog = Catalog(root / RUN / "node-a", RUN)
     for step, label in ((5, Milestone("best", 0.75)), (10, Milestone("best", 0.5)), (5, Milestone("eval"))):
         catalog.add_milestone(catalog.list_valid()[step == 5].path, label)
-    assert [row[6] for row in listed(root)[3:5]] == ["yes", "yes, milestone best 0.75, milestone eval"]
+    rows = listed(root)
+    assert rows[1][-2:] == ["milestones", "valid"]
+    assert [row[6:] for row in rows[3:5]] == [["yes"], ["best 0.75, eval", "yes"]]
 
 
 def listed(path: Path) -> list[list[str]]:
@@ -104,9 +106,13 @@ def test_quarantined_checkpoints_are_listed_with_reason(root: Path) -> None:
     item = list(checkpoints.list_checkpoints(checkpoints.find_node_dirs(node)))[-1]
     assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
     assert listed(node)[-2][-1] == "quarantined: state.safetensors is torn"
+    long = "given up: " + "a state that is newer than where the job went back to, " * 3 + "by --resume-from 5"
+    Catalog(node, RUN).quarantine(node / "g000001-s0000000010", long)
+    said = checkpoints.format_checkpoints(checkpoints.find_node_dirs(node), NOW)
+    assert long in " ".join(said.split()), "no reason is cut before its end"
     said = checkpoints.format_checkpoints(checkpoints.find_node_dirs(root), NOW).splitlines()[-1]
     assert re.fullmatch(
-        r"1 quarantined checkpoint, \S+ k?B: kept for inspection; runs never remove them", said
+        r"2 quarantined checkpoints, \S+ k?B: kept for inspection; runs never remove them", said
     )
 
 
