@@ -16,7 +16,7 @@ MAX_NAMES = 32  # of one checkpoint
 MAX_WAYS_BACK = 256  # of one history: each of its states has them all
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"[0-9]{1,15}")
-_VERSION = re.compile(r"g([0-9]{1,15})-s([0-9]{1,15})")
+_VERSION = re.compile(r"g([0-9]{1,16})-s([0-9]{1,16})")
 
 Version = tuple[int, int]
 
@@ -45,7 +45,7 @@ class WayBack:
 
 
 def is_name(text: str) -> bool:
-    """Return whether ``text`` can be a milestone's name; a step, a checkpoint, "latest" and "off" are none."""
+    """Return whether ``text`` can be a milestone's name: a step, a checkpoint, latest and off are none."""
     is_other = text in {LATEST, OFF} or _STEP.fullmatch(text) or parse_version(text)
     return _NAME.fullmatch(text) is not None and not is_other
 

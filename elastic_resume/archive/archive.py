@@ -42,7 +42,7 @@ from elastic_resume.errors import (
 )
 from elastic_resume.milestone import Milestone, Version
 
-MAX_EVENTS_BYTES = 64 << 20
+MAX_EVENTS_BYTES = 16 << 20  # of a node's newest events
 _THREADS = 8  # requests in flight
 _CONFLICT_PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 2.0)
 
@@ -121,7 +121,7 @@ def try_store(store: Store) -> bool:
 
 
 class Archive:
-    """One run's archived checkpoints. Methods that read raise CheckpointErrors, as `checkpoint.reader`.
+    """One run's archived checkpoints. Methods that read one raise CheckpointErrors, as `checkpoint.reader`.
 
     All others raise ArchiveError if the store cannot be reached, or refuses. Any thread may use it.
     """
@@ -223,28 +223,12 @@ class Archive:
             if parts[index] is None or parts.index(parts[index]) == index
         ]
 
-    def read_blocks(self, archived: ArchivedCheckpoint, first: int, count: int, into: memoryview) -> None:
-        """Fill ``into`` with ``count`` verified blocks of the image, beginning with block ``first``.
-
-        Raises:
-            CheckpointError: naming the part and its bytes; the content of ``into`` must not be used.
-
-        """
-        manifest, into = archived.manifest, into.cast("B")
-        start = first * manifest.block_bytes
-        size = min((first + count) * manifest.block_bytes, manifest.file_bytes) - start
-        if first < 0 or count < 0 or first + count > len(manifest.blocks) or len(into) != max(size, 0):
-            raise ValueError(f"{len(into)} bytes for {count} blocks from {first} on")
-        for index in range(first, first + count):
-            offset = (index - first) * manifest.block_bytes
-            self._read_block(archived, index, into[offset : offset + manifest.block_bytes])
-
     def _describe_bad_entry(self, number: int, error: CheckpointError) -> BadEntry:
         """Return what can be known of an entry that cannot be read."""
         version: Version | None = None
         names: tuple[str, ...] = ()
         with contextlib.suppress(ArchiveError, CheckpointError):
-            data = self._store.get_range(self._entry_name(number), 0, entries.MAX_HEADER_BYTES)
+            data = self._store.get_range(self._entry_name(number), 0, entries.MAX_LINE_BYTES)
             if data is not None:
                 version = entries.find_version(data)
                 names = entries.parse_header(data)[0].names
@@ -555,7 +539,7 @@ class Archive:
     def _read_header(self, number: int) -> EntryHeader | None:
         """Return the first line of an entry; None if it does not exist."""
         if number not in self._headers:
-            data = self._store.get_range(self._entry_name(number), 0, entries.MAX_HEADER_BYTES)
+            data = self._store.get_range(self._entry_name(number), 0, entries.MAX_LINE_BYTES)
             if data is None:
                 return None
             self._headers[number], _ = entries.parse_header(data)

@@ -36,7 +36,7 @@ class DirectoryStore:
         self.description = f"file://{root}"
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """See base class."""
+        """See `Store`."""
         path = self._root / name
         self._check_root()
         with _translate_errors("write", path):
@@ -50,7 +50,7 @@ class DirectoryStore:
             self._disk.sync_dir(path.parent)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """See base class. A hard link is created only where nothing is."""
+        """See `Store`. A hard link is created only where nothing is."""
         path = self._root / name
         self._check_root()
         with _translate_errors("write", path):
@@ -67,7 +67,7 @@ class DirectoryStore:
             return is_new
 
     def get_range(self, name: str, start: int, size: int) -> memoryview | None:
-        """See base class."""
+        """See `Store`."""
         path = self._root / name
         with _translate_errors("read", path):
             try:
@@ -83,7 +83,7 @@ class DirectoryStore:
                 return None
 
     def head(self, name: str) -> int | None:
-        """See base class."""
+        """See `Store`."""
         path = self._root / name
         with _translate_errors("read", path):
             try:
@@ -93,7 +93,7 @@ class DirectoryStore:
                 return None
 
     def list(self, prefix: str) -> list[StoredName]:
-        """See base class."""
+        """See `Store`."""
         path = self._root / prefix
         with _translate_errors("list", path):
             try:
@@ -104,7 +104,7 @@ class DirectoryStore:
                 return []
 
     def delete(self, name: str) -> None:
-        """See base class. A directory that it leaves empty goes too, as a prefix does in an object store."""
+        """See `Store`. A directory that it leaves empty goes too, as a prefix does in an object store."""
         path = self._root / name
         with _translate_errors("remove", path):
             try:

@@ -21,8 +21,8 @@ from elastic_resume.milestone import Milestone
 
 FORMAT_VERSION = 1
 KIND = "elastic_resume archived checkpoint"
-MAX_HEADER_BYTES = 4096
-MAX_ENTRY_BYTES = MAX_HEADER_BYTES + MAX_MANIFEST_BYTES
+MAX_LINE_BYTES = 4096
+MAX_ENTRY_BYTES = MAX_LINE_BYTES + MAX_MANIFEST_BYTES
 MIN_PART_BYTES = 64 << 20
 MAX_PART_BYTES = 4 << 30  # a store takes at most 5 GB in one request
 MAX_PARTS = 1000  # more than this only if parts would be greater than MAX_PART_BYTES
@@ -156,7 +156,7 @@ def find_writer(attempt: str) -> str:
 
 def find_version(data: bytes | memoryview) -> tuple[int, int] | None:
     """Return (generation, step) of an entry of any format; None if it cannot be found."""
-    match = re.search(rb'"attempt":\s*"([gs0-9-]{1,64}[0-9a-f-]{1,64})"', bytes(data[:MAX_HEADER_BYTES]))
+    match = re.search(rb'"attempt":\s*"([gs0-9-]{1,64}[0-9a-f-]{1,64})"', bytes(data[:MAX_LINE_BYTES]))
     return parse_attempt_id(match[1].decode()) if match else None
 
 
@@ -203,7 +203,7 @@ def parse_header(data: bytes | memoryview) -> tuple[EntryHeader, int]:
         NewerFormatError: a later version of elastic_resume wrote it.
 
     """
-    line, newline, _ = bytes(data[:MAX_HEADER_BYTES]).partition(b"\n")
+    line, newline, _ = bytes(data[:MAX_LINE_BYTES]).partition(b"\n")
     if not newline:
         raise TornError(f"entry: its first line does not end within {len(line)} bytes.")
     try:

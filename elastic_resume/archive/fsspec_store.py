@@ -31,19 +31,19 @@ class FsspecStore:
             raise ConfigError(f"{self.description}: {str(error)[:200]}.") from error
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """See base class."""
+        """See `Store`."""
         path = self._path(name)
         with self._translate_errors(f"write {name}"):
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(path, bytes(data))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """See base class."""
+        """See `Store`."""
         del name, data
         raise ArchiveError(self.description, kind="unsupported")
 
     def get_range(self, name: str, start: int, size: int) -> memoryview | None:
-        """See base class."""
+        """See `Store`."""
         length = self.head(name)
         if length is None:
             return None
@@ -53,7 +53,7 @@ class FsspecStore:
             return memoryview(data)
 
     def head(self, name: str) -> int | None:
-        """See base class."""
+        """See `Store`."""
         with self._translate_errors(f"read {name}"):
             try:
                 return int(self._files.info(self._path(name))["size"])
@@ -61,7 +61,7 @@ class FsspecStore:
                 return None
 
     def list(self, prefix: str) -> list[StoredName]:
-        """See base class."""
+        """See `Store`."""
         with self._translate_errors(f"list {prefix}"):
             try:
                 found = self._files.ls(self._path(prefix), detail=True)
@@ -74,7 +74,7 @@ class FsspecStore:
         return sorted(names, key=lambda stored: stored.name)
 
     def delete(self, name: str) -> None:
-        """See base class. A directory that it leaves empty goes too, where the file system has any."""
+        """See `Store`. A directory that it leaves empty goes too, where the file system has any."""
         path = self._path(name)
         with self._translate_errors(f"delete {name}"), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(path)

@@ -27,7 +27,7 @@ _MAX_RUNS = 1000
 
 
 @dataclass(frozen=True)
-class ArchivedSource:
+class CheckpointInArchive:
     """A `CheckpointSource` in an archive."""
 
     place: Address
@@ -37,20 +37,20 @@ class ArchivedSource:
     """Those that count among all that were listed."""
 
     def read_manifest(self) -> Manifest:
-        """See base class."""
+        """See `CheckpointSource`."""
         return self._archived.manifest
 
     def view_image(self, manifest: Manifest, on_verified: Callable[[int], object]) -> memoryview:
-        """See base class."""
+        """See `CheckpointSource`."""
         return self.read_image(manifest, on_verified)
 
     def read_image(self, manifest: Manifest, on_verified: Callable[[int], object]) -> memoryview:
-        """See base class."""
+        """See `CheckpointSource`."""
         del manifest  # it is that of the entry
         return self.archive.read_image(self._archived, on_verified=on_verified)
 
     def verify_image(self, manifest: Manifest, on_verified: Callable[[int], object]) -> None:
-        """See base class."""
+        """See `CheckpointSource`."""
         del manifest
         self.archive.verify_image(self._archived, on_verified)
 
@@ -75,7 +75,7 @@ class FoundArchive:
         """The names of the runs."""
         return tuple(archive.run_id for archive in self.archives)
 
-    def list_sources(self, limit: int = MAX_ENTRIES) -> list[ArchivedSource]:
+    def list_sources(self, limit: int = MAX_ENTRIES) -> list[CheckpointInArchive]:
         """Return the newest ``limit`` checkpoints of each run, newest first; raise ArchiveError."""
         found = []
         for archive in self.archives:
@@ -83,7 +83,7 @@ class FoundArchive:
             headers = [entry.header for entry in entries if isinstance(entry, ArchivedCheckpoint)]
             milestones = choose_milestones(headers)
             found += [
-                ArchivedSource(
+                CheckpointInArchive(
                     self._place(archive, entry), archive, entry, milestones.get(entry.version or (0, 0), ())
                 )
                 for entry in entries

@@ -63,12 +63,12 @@ class ObstoreStore:
             ) from error
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """See base class. It is one request: an unfinished multipart upload would cost money unseen."""
+        """See `Store`. It is one request: an unfinished multipart upload would cost money unseen."""
         with self._translate_errors(f"write {name}"):
             obstore.put(self._client(len(data)), name, data, use_multipart=False)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """See base class."""
+        """See `Store`."""
         with self._translate_errors(f"write {name}"):
             try:
                 obstore.put(self._client(len(data)), name, data, mode="create")
@@ -77,7 +77,7 @@ class ObstoreStore:
         return True
 
     def get_range(self, name: str, start: int, size: int) -> memoryview | None:
-        """See base class."""
+        """See `Store`."""
         if size == 0:
             return memoryview(b"") if self.head(name) is not None else None
         with self._translate_errors(f"read {name}"):
@@ -93,7 +93,7 @@ class ObstoreStore:
                 return memoryview(b"")  # the object ends before `start`
 
     def head(self, name: str) -> int | None:
-        """See base class."""
+        """See `Store`."""
         with self._translate_errors(f"read {name}"):
             try:
                 return int(obstore.head(self._client(0), name)["size"])
@@ -101,7 +101,7 @@ class ObstoreStore:
                 return None
 
     def list(self, prefix: str) -> list[StoredName]:
-        """See base class."""
+        """See `Store`."""
         with self._translate_errors(f"list {prefix}"):
             found = obstore.list_with_delimiter(self._client(0), prefix)
         names = [StoredName(path.rstrip("/").rpartition("/")[2], True) for path in found["common_prefixes"]]
@@ -109,7 +109,7 @@ class ObstoreStore:
         return sorted(names, key=lambda stored: stored.name)
 
     def delete(self, name: str) -> None:
-        """See base class."""
+        """See `Store`."""
         with self._translate_errors(f"delete {name}"):
             try:
                 obstore.delete(self._client(0), name)

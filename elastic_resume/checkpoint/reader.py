@@ -13,7 +13,6 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +32,9 @@ from elastic_resume.errors import (
     TornError,
     UnreadableError,
 )
+from elastic_resume.milestone import format_version, parse_version
 from elastic_resume.units import format_bytes
 
-_NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
 _MAX_COUNT = 1 << 53  # limit of generation and step, as in the manifest
 _READ_THREADS = 4  # keep several requests in flight while one thread computes a digest
 _CACHED_FRACTION = 0.9
@@ -141,18 +140,15 @@ def _classify_read_error(path: Path, error: OSError | MemoryError) -> Checkpoint
 
 def checkpoint_name(generation: int, step: int) -> str:
     """Return the directory's name; names sort by version while generation < 10**6 and step < 10**10."""
-    return f"g{generation:06d}-s{step:010d}"
+    return format_version((generation, step))
 
 
 def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     """Return (generation, step) of a checkpoint directory's name; None for any other name."""
-    match = _NAME_PATTERN.fullmatch(name)
-    if match is None:
+    version = parse_version(name)
+    if version is None or max(version) > _MAX_COUNT or format_version(version) != name:
         return None
-    generation, step = int(match[1]), int(match[2])
-    if max(generation, step) > _MAX_COUNT or checkpoint_name(generation, step) != name:
-        return None
-    return generation, step
+    return version
 
 
 def quick_check(path: Path, run_id: str | None) -> Manifest:

@@ -21,7 +21,7 @@ from pathlib import Path
 from elastic_resume import constants
 from elastic_resume.archive.address import Address
 from elastic_resume.archive.entries import BadEntry
-from elastic_resume.archive.location import ArchivedSource, FoundArchive, find_archive
+from elastic_resume.archive.location import CheckpointInArchive, FoundArchive, find_archive
 from elastic_resume.checkpoint.catalog import (
     Catalog,
     CatalogEntry,
@@ -299,7 +299,7 @@ def _check(entry: CatalogEntry, run_id: str | None, *, deep: bool) -> CatalogEnt
         return replace(entry, manifest=None, error=error)
 
 
-def _check_archived(source: ArchivedSource, deep: bool) -> CheckpointEntry:
+def _check_archived(source: CheckpointInArchive, deep: bool) -> CheckpointEntry:
     run_id, place = source.archive.run_id, source.place
     try:
         manifest = source.read_manifest()

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "elastic_resume"
 # Imports go from a later layer to an earlier one, or stay within a package.
 LAYERS = """
     constants errors bytecode linux local_socket shared_page
-    units option events background
+    units option events background grace
     console machine gpus
     failpoints milestone
     policy

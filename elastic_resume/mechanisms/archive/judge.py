@@ -30,6 +30,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
+from elastic_resume.milestone import Version
 from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
 
 REQUEST_LEAD_S = 2.5
@@ -53,7 +54,6 @@ MIN_AGE_GRAIN_S = 1.0
 """The verdict has the time since the last upload in so many steps of the interval."""
 
 _NONCE = re.compile(r"[0-9a-f]{16}")
-Version = tuple[int, int]
 Ranges = tuple[tuple[int, int], ...]
 """Parts, each range without its end."""
 

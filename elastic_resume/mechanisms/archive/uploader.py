@@ -36,7 +36,6 @@ from elastic_resume.mechanisms.archive.judge import (
     HeldCheckpoint,
     NodeReport,
     Upload,
-    Version,
     decide_last_upload,
     iter_parts,
     to_ranges,
@@ -45,6 +44,7 @@ from elastic_resume.mechanisms.archive.last_upload import LastUpload
 from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
 from elastic_resume.mechanisms.archive.writer import ArchiveWriter
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, decode_body, encode_body
+from elastic_resume.milestone import Version
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.policy.reasons import JobFinished
 from elastic_resume.policy.restart import JudgedFailure

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.archive.archive import Archive
+from elastic_resume.archive.archive import MAX_EVENTS_BYTES, Archive
 from elastic_resume.archive.entries import Attempt, is_outdated, make_attempt_id
 from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError
-from elastic_resume.mechanisms.archive.judge import ArchivedVersion, LogStart, Version
+from elastic_resume.mechanisms.archive.judge import ArchivedVersion, LogStart
 from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
+from elastic_resume.milestone import Version
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
-
-MAX_EVENTS_BYTES = 16 << 20
-"""Of a node's newest events, which go to the archive too."""
 
 
 class ArchiveWriter:

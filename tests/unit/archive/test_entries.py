@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_resume.archive import entries
 from elastic_resume.archive.entries import Attempt, EntryHeader
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
-from elastic_resume.milestone import Milestone
+from elastic_resume.milestone import Milestone, WayBack
 from tests.support.archives import PART_BYTES, make_whole_manifest
 from tests.support.checkpoint_samples import RUN, make_image
 
@@ -203,6 +203,15 @@ def test_prune_keeps_newest_and_milestones(log: list[tuple[Any, ...]], keep: int
     assert entries.choose_pruned(headers, keep) == pruned
     with pytest.raises(ValueError, match="the newest checkpoint must stay"):
         entries.choose_pruned(headers, 0)
+
+
+def test_histories_that_went_back_to_the_same_state_at_different_times_differ() -> None:
+    """At most as many characters as an entry's first line takes, also for the longest names and numbers."""
+    assert entries.describe_history(MANIFEST) == ""
+    ways = [WayBack("best", 1, 5, 2), WayBack("best", 1, 5, 3), WayBack("b" * 64, *[1 << 53] * 3)]
+    found = [entries.describe_history(replace(MANIFEST, ways_back=(way,))) for way in ways]
+    assert found[:2] == ["best 1-5 2", "best 1-5 3"]
+    assert len(found[2]) <= entries.MAX_HISTORY_CHARS
 
 
 def test_best_of_a_history_that_was_left_outdoes_no_other() -> None:

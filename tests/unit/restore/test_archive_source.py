@@ -13,7 +13,7 @@ from elastic_resume import constants
 from elastic_resume.archive import archive as archive_module
 from elastic_resume.archive.archive import Archive, open_archive
 from elastic_resume.archive.directory_store import DirectoryStore
-from elastic_resume.archive.entries import MAX_ENTRY_BYTES, MAX_HEADER_BYTES
+from elastic_resume.archive.entries import MAX_ENTRY_BYTES, MAX_LINE_BYTES
 from elastic_resume.archive.store import StoredName
 from elastic_resume.config import Settings
 from elastic_resume.errors import (
@@ -213,7 +213,7 @@ def few_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "MAX_LISTED_STATES", 2)
 
 
-GLANCE = [f"list {RUN}/log", f"get {RUN}/log/00000002 {MAX_HEADER_BYTES}"]
+GLANCE = [f"list {RUN}/log", f"get {RUN}/log/00000002 {MAX_LINE_BYTES}"]
 WHOLE = [f"get {RUN}/log/0000000{number} {MAX_ENTRY_BYTES + 1}" for number in (1, 2)]
 
 

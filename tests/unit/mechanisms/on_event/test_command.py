@@ -60,6 +60,10 @@ def test_command_gets_notice_on_stdin_and_no_private_variable(
             shell("echo 'curl --token hunter2'; exit 3"),
             "ended with exit code 3, and printed: curl --token ***",
         ),
+        (
+            shell("echo https://example.org/T0/hunter2: Authorization: Bearer hunter2; exit 3"),
+            "ended with exit code 3, and printed: https://example.org/*** Authorization: Bearer ***",
+        ),
         (shell("kill -9 $$"), "was ended by signal 9"),
         (("/nowhere/notify",), "could not be started: No such file or directory"),
     ],
@@ -139,16 +143,17 @@ def test_failing_command_is_logged_once(
     assert "the command for the event 'alert' ended with exit code 1" in line
 
 
+@pytest.mark.parametrize("left_s", [None, 3.0])
 def test_last_notice_gets_its_share_though_the_command_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float | None
 ) -> None:
-    """The agent's end waits for both together no longer than the limit."""
-    monkeypatch.setattr(command, "END_LIMIT_S", 3.0)
+    """The agent's end waits for both together no longer than the limit, or the rest of the grace."""
+    monkeypatch.setattr(command, "END_LIMIT_S", 3.0 if left_s is None else 600.0)
     queue = CommandQueue(shell(f"cat >> {tmp_path}/notices; exec sleep 600"))
     queue.put({**NOTICE, "number": 0})
     wait_for((tmp_path / "notices").exists, "the first run")
     queue.put({**NOTICE, "number": 1})
-    queue.finish()
+    queue.finish(left_s)
     assert [json.loads(line)["number"] for line in (tmp_path / "notices").read_text().splitlines()] == [0, 1]
 
 
