@@ -58,7 +58,8 @@ def parse_address(setting: str, text: str) -> Address:
     """
     match = _SCHEME.match(text)
     scheme, rest = (match[1].lower(), text[match.end() :]) if match else ("file", text)
-    if "?" in text or "#" in text or "@" in (rest.partition("/")[0] if match else text):
+    is_url = scheme != "file" or _ONE_SLASH.match(text) is not None
+    if is_url and ("?" in text or "#" in text or "@" in (rest.partition("/")[0] if match else text)):
         raise ConfigError(
             f"{setting} has a user, password, signature or other part that does not belong into an address: "
             "write s3://BUCKET/PREFIX, and give credentials in the environment."

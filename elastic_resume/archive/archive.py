@@ -448,6 +448,11 @@ class Archive:
         if newest_number > attempt.number:
             raise self._second_writer(newest_number, "")
 
+    def check_number(self, attempt: Attempt) -> None:
+        """Raise SecondWriterError if another attempt has this one's number."""
+        if self.find_next_number() > attempt.number:
+            raise self._second_writer(attempt.number, "")
+
     def list_attempts(self) -> list[str]:
         """Return the ids of all attempts of which there are parts, also unfinished ones."""
         names = self._store.list(f"{self.run_id}/parts")

@@ -287,7 +287,8 @@ def choose_milestones(headers: Iterable[EntryHeader]) -> dict[tuple[int, int], t
 def choose_pruned(headers: Iterable[tuple[int, EntryHeader]], keep: int) -> list[int]:
     """Return the numbers to delete: all but milestones and the newest ``keep`` of the others, at least 1.
 
-    Of the entries of one checkpoint the newest counts.
+    Checkpoints are ordered by (generation, step): a late entry of an older generation has a greater number.
+    Of the entries of one checkpoint the newest counts. The greatest number stays: the next one follows it.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: the newest checkpoint must stay, since its number leads to the next")
@@ -295,8 +296,9 @@ def choose_pruned(headers: Iterable[tuple[int, EntryHeader]], keep: int) -> list
     current = {header.parts: (number, header) for number, header in entries}.values()
     counting = choose_milestones(header for _, header in current)
     milestones = {number for number, header in current if header.version in counting}
-    ordinary = sorted(number for number, _ in current if number not in milestones)
-    kept = milestones | set(ordinary[max(0, len(ordinary) - keep) :]) | {number for number, _ in entries[-1:]}
+    ordinary = sorted((header.moment, number) for number, header in current if number not in milestones)
+    newest = {number for _, number in ordinary[max(0, len(ordinary) - keep) :]}
+    kept = milestones | newest | {number for number, _ in entries[-1:]}
     return [number for number, _ in entries if number not in kept]
 
 

@@ -24,6 +24,7 @@ from elastic_resume.errors import UsageError
 from elastic_resume.milestone import Milestone
 
 _MAX_RUNS = 1000
+_UNKNOWN = (1 << 54, 0)  # of an entry that cannot be read: it may be the newest
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class FoundArchive:
         found = []
         for archive in self.archives:
             entries = archive.list_checkpoints(limit) if self.version is None else self._read_version(archive)
+            entries = sorted(entries, key=lambda entry: entry.version or _UNKNOWN, reverse=True)
             headers = [entry.header for entry in entries if isinstance(entry, ArchivedCheckpoint)]
             milestones = choose_milestones(headers)
             found += [

@@ -73,6 +73,7 @@ class ArchiveWriter:
         archive, manifest = self.archive, checkpoint.manifest
         missing = set(range(checkpoint.held.parts)) - archive.list_parts(attempt.id)
         if missing:
+            archive.check_number(attempt)  # of a late attempt the winner has swept them
             raise ArchiveError(
                 f"{archive.description}: {format_count(len(missing), 'part')} of step {attempt.version[1]} "
                 "that other nodes have put are not there: give all nodes the same --archive, and a directory "

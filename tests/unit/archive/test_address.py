@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume.archive import address
 from elastic_resume.archive.address import Address, parse_address, parse_source
 from elastic_resume.errors import ConfigError
 
@@ -102,3 +103,11 @@ def test_one_slash_after_a_scheme_is_no_directory(tmp_path: Path, monkeypatch: p
         parse_source("s3:/bucket")
     Path("s3:/bucket").mkdir(parents=True)
     assert parse_source("s3:/bucket") == Path("s3:/bucket")
+
+
+@pytest.mark.parametrize("directory", ["/home/user@domain/a", "/tmp/a#b", "/tmp/a?b"])  # noqa: S108
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_directory_may_have_signs_of_urls(scheme: str, directory: str) -> None:
+    """Also in the setting, which is parsed again where the archive is opened."""
+    setting = address.parse_archive_setting("--archive", scheme + directory)
+    assert setting == address.parse_address("--archive", setting).path == directory

@@ -214,6 +214,13 @@ def test_histories_that_went_back_to_the_same_state_at_different_times_differ() 
     assert len(found[2]) <= entries.MAX_HISTORY_CHARS
 
 
+def test_late_entry_of_older_generation_pushes_out_nothing_newer() -> None:
+    """Its number is greater, and must stay, because the next one follows it."""
+    stored = entries.make_attempt_id((3, 100), "0" * 8)
+    newer = EntryHeader(stored, 1, stored, 0, None, ())
+    assert entries.choose_pruned([(1, make_header(5)), (2, newer), (3, make_header(10))], 1) == [1]
+
+
 def test_best_of_a_history_that_was_left_outdoes_no_other() -> None:
     """It may have come from a spike of the metric."""
     log = [(1, make_header(1, best(0.9))), (2, make_header(2, best(0.1))), (3, make_header(3, best(0.2)))]
