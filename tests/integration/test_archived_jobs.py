@@ -195,7 +195,7 @@ def test_job_ends_with_its_grace_though_the_store_hangs(tmp_path: Path) -> None:
             start(cluster, tmp_path / "log", step_delay=0.1)
             cluster.wait(lambda: cluster.events("archived"), "an archived checkpoint")
             with proxy.lock:
-                proxy.faults.append(Fault("*", "", "hang"))
+                proxy.faults.append(Fault("PUT", "/parts/", "hang"))
             cluster.wait(lambda: "before this node ends" in cluster.output(0), "the last upload")
             began = time.monotonic()
             cluster.kill_agent(0, signal.SIGTERM)
