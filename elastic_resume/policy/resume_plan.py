@@ -335,15 +335,15 @@ def split_archive_error(
 
 
 def judge_archive_error(error: RejectedState, waited_s: float, patience_s: float) -> ArchiveError | None:
-    """Return the error that ends a start without any state but those of the archive; None: wait for it.
+    """Return the error that ends a start whose archive cannot be read; None: wait for it.
 
-    A fresh start could lose what is archived. Its generations count with ``--resume never`` too.
+    A start without it could go back, or lose what is archived. Its generations count with ``--resume never``.
     """
     sentence = f"{error.reason.rstrip('.')}."
     if error.archive_error not in ARCHIVE_OUTAGES:
         end = ArchiveError(
-            f"no node holds a checkpoint, and the archive cannot be read: {sentence} Nothing was changed; "
-            "another --archive or --rdzv-id starts at step 0, and ignores what is archived here.",
+            "the archive cannot be read, and may hold a newer state than the nodes: "
+            f"{sentence} Nothing was changed. Correct it, or ignore what is archived with --archive off.",
             kind=error.archive_error,
         )
         end.is_deterministic = True
@@ -351,8 +351,8 @@ def judge_archive_error(error: RejectedState, waited_s: float, patience_s: float
     if waited_s < patience_s:
         return None
     return ArchiveOutageError(
-        f"no node holds a checkpoint, and the archive could not be read for {waited_s / 60:.0f} min: "
-        f"{sentence} Nothing was changed; run the same command again when the archive is back.",
+        f"the archive could not be read for {waited_s / 60:.0f} min, and may hold a newer state than the "
+        f"nodes: {sentence} Nothing was changed; run the same command again when the archive is back.",
         kind=error.archive_error,
     )
 

@@ -287,7 +287,9 @@ def _list_more(
 def _await_archive(
     context: RankContext, sources: Mapping[str, StateSource], inventories: list[Inventory]
 ) -> list[Inventory]:
-    """Wait while the archive cannot be read and no node holds a state; else log that it cannot be.
+    """Wait while the archive cannot be read, unless the job has trained in this start; else log that.
+
+    The first generation of a start needs it even if a node holds a state, since an older disk would go back.
 
     All ranks decide alike: by the inventories, and by the time that rank 0 has waited.
 
@@ -299,7 +301,8 @@ def _await_archive(
     started_at, logged_at, pause_s = time.monotonic(), -math.inf, 1.0
     error, inventories = resume_plan.split_archive_error(inventories)
     while error is not None:
-        if any(each.saved_states for each in inventories):
+        has_trained = any(each.has_restarted for each in inventories)
+        if has_trained and any(each.saved_states for each in inventories):
             if is_first:
                 logger.warning(
                     "the archive cannot be read, so only what nodes hold is resumed: %s", error.reason
@@ -313,8 +316,8 @@ def _await_archive(
                 logged_at = time.monotonic()
                 context.events.emit("archive-wait", seconds=round(waited_s, 1), error=error.reason)
                 logger.warning(
-                    "no node holds a checkpoint, and the archive cannot be read: the start waits for it, "
-                    "%.0f min at most: %s",
+                    "the archive cannot be read, and may hold a newer state than the nodes: the start waits "
+                    "for it, %.0f min at most: %s",
                     (ARCHIVE_PATIENCE_S - waited_s) / 60,
                     error.reason,
                 )

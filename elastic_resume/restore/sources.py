@@ -57,6 +57,7 @@ from elastic_resume.slots.slot_memory import Slot
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN_STEP = 1 << 40
+MAX_QUERY_S = 2.0  # of a job that has trained in this start, which recovers in less
 # Limit per directory, newest first. Older ones matter after 64 corrupt ones, or if the user asks for one.
 MAX_LISTED_STATES = 64
 
@@ -328,6 +329,12 @@ class ArchiveSource:
         reached, a job that has no other state waits for it; see `coordinator`.
         """
         if self._query is None:
+            return Listing((), ())
+        launcher, _ = node_dir.read_script_arguments(self._context.node_dir)
+        if held and launcher == rank_context.launcher_id() and not self._query.has_ended_within(MAX_QUERY_S):
+            logger.warning(
+                "the archive does not answer within %.0f s, so only what nodes hold is resumed.", MAX_QUERY_S
+            )
             return Listing((), ())
         error, newest = self._query.join(), self._newest
         if isinstance(error, ArchiveError):

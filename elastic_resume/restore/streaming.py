@@ -203,6 +203,11 @@ class BackgroundTask:
         self._thread.join()
         return self.error
 
+    def has_ended_within(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread, at most ``timeout_s``; return whether it has come."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         try:
             self._action()

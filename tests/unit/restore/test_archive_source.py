@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from elastic_resume.milestone import Milestone
 from elastic_resume.policy import going_back, resume_plan
 from elastic_resume.policy.going_back import parse_request
 from elastic_resume.policy.resume_plan import ARCHIVE, DISK, Inventory, ResumePlan
+from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator
@@ -130,12 +132,13 @@ def break_archive(tmp_path: Path) -> Path:
     return log
 
 
-def await_archive(tmp_path: Path) -> list[Inventory]:
+def await_archive(tmp_path: Path, *, has_restarted: bool = False) -> list[Inventory]:
     """Return the inventories with which a start goes on."""
     context = make_context(tmp_path)
     sources = list_sources(context, None)
     page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
-    return coordinator._await_archive(context, sources, [take_inventory(context, sources, page, 0)])
+    own = replace(take_inventory(context, sources, page, 0), has_restarted=has_restarted)
+    return coordinator._await_archive(context, sources, [own])
 
 
 def test_start_without_a_state_waits_while_the_archive_is_away(
@@ -167,11 +170,11 @@ def test_start_ends_once_it_has_waited_long_enough(tmp_path: Path, monkeypatch: 
     """Its end says so, and never what `--resume never` would lose."""
     break_archive(tmp_path)
     monkeypatch.setattr(coordinator, "ARCHIVE_PATIENCE_S", 0.0)
-    with pytest.raises(ArchiveOutageError, match=r"could not be read for 0 min: .*mounted.*command again"):
+    with pytest.raises(ArchiveOutageError, match=r"could not be read for 0 min, .*mounted.*command again"):
         await_archive(tmp_path)
 
 
-def test_start_with_a_state_does_not_wait(
+def test_restart_with_a_state_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says what it could not look at."""
@@ -179,8 +182,47 @@ def test_start_with_a_state_does_not_wait(
     (tmp_path / RUN / "x").mkdir(parents=True)
     save_checkpoint(tmp_path / RUN / "x", 3, 1)
     monkeypatch.setattr("elastic_resume.restore.coordinator.time.sleep", pytest.fail)
-    assert [state.version for state in await_archive(tmp_path)[0].saved_states] == [(3, 1)]
+    (own,) = await_archive(tmp_path, has_restarted=True)
+    assert [state.version for state in own.saved_states] == [(3, 1)]
     assert "the archive cannot be read, so only what nodes hold is resumed: " in caplog.text
+
+
+def test_first_start_waits_though_an_old_disk_has_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive may hold a newer one, whose generation would be used again."""
+    break_archive(tmp_path)
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    save_checkpoint(tmp_path / RUN / "x", 3, 1)
+    monkeypatch.setattr(coordinator, "ARCHIVE_PATIENCE_S", 0.0)
+    with pytest.raises(ArchiveOutageError, match="may hold a newer state than the nodes"):
+        await_archive(tmp_path)
+
+
+@pytest.mark.parametrize("is_restart", [True, False])
+def test_restart_does_not_wait_for_a_store_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_restart: bool
+) -> None:
+    """The first generation of a start does."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    save_checkpoint(tmp_path / RUN / "x", 3, 1)
+    answer = threading.Event()
+
+    def hang(_: object) -> None:
+        if is_restart:
+            answer.wait(60)
+
+    monkeypatch.setattr(archive_module.Archive, "find_newest", hang)
+    monkeypatch.setattr(sources_module, "MAX_QUERY_S", 0.0)
+    launcher = rank_context.launcher_id() if is_restart else "an earlier start"
+    monkeypatch.setattr("elastic_resume.checkpoint.node_dir.read_script_arguments", lambda _: (launcher, ()))
+    context = make_context(tmp_path)
+    page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+    own = take_inventory(context, list_sources(context, None), page, 0)
+    answer.set()
+    assert [state.version for state in own.saved_states] == [(3, 1)]
+    assert ("does not answer within" in caplog.text) == is_restart
 
 
 class CountingStore(DirectoryStore):
