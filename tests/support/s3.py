@@ -149,6 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
         server = cast("_Server", self.server)
         action = server.proxy.take_action(self.command, self.path)
         body = self._read_body(action == "slow")
+        if len(body) < int(self.headers.get("Content-Length") or 0):  # the client has given up
+            self._close()
+            return
         if action == "hang":
             server.closing.wait()
             self._close()
