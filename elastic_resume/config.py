@@ -316,6 +316,18 @@ def find_misspelled_variables(environ: Mapping[str, str]) -> list[str]:
     return messages
 
 
+def mask_command(words: Sequence[str]) -> list[str]:
+    """Return a command line with the values of our flags as `Option.show` shows them."""
+    shown = {f"--{option.name}": option.show for option in FLAG_OPTIONS if option.show is not str}
+    masked: list[str] = []
+    for previous, word in zip(["", *words], words, strict=False):
+        flag, equals, value = word.partition("=")
+        before = shown.get(previous.replace("_", "-"))
+        own = shown.get(flag.replace("_", "-")) if equals else None
+        masked.append(before(word) if before else f"{flag}={own(value)}" if own else word)
+    return masked
+
+
 # ---- an agent around this process ----------------------------------------------------------------------
 
 # What an agent sets for its workers, beside the settings.

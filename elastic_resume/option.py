@@ -23,6 +23,7 @@ class Option:
         has_flag: whether ``run`` has a flag for it.
         details: more help, for ``--help-all``.
         default_help: the default in words, where ``default`` is None.
+        help_group: the heading of its flag in the short help, if a mechanism declares it.
         show: returns the given text as lists of settings, events and reports show it: without secrets.
     """
 
@@ -34,6 +35,7 @@ class Option:
     has_flag: bool = False
     details: str = ""
     default_help: str = ""
+    help_group: str = "recovery"
     show: Callable[[str], str] = str
 
     @property

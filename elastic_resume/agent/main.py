@@ -13,6 +13,7 @@ import faulthandler
 import logging
 import os
 import shlex
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -90,7 +91,9 @@ def run_agent(
     with (
         console.log_handler(console.PACKAGE_LOGGER, log_handler, console.read_level(os.environ)),
         torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as spec,
-        NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
+        NodeDir.claim(
+            settings.ckpt_dir, settings.run_id, settings.node_name, command=config.mask_command(sys.argv)
+        ) as node_dir,
         contextlib.closing(LeasePage()) as lease_page,
         contextlib.closing(MemoryMonitor()) as memory_monitor,
         contextlib.closing(FailureEvents()) as evidence,
@@ -365,9 +368,12 @@ class _Agent:
         """Pass the last events on to the mechanisms, which the status thread does no more."""
         events = self.event_tail.read()
         for part in self.controller.parts:
-            for event in events:
-                part.observe(event)
-            part.finish()
+            try:
+                for event in events:
+                    part.observe(event)
+                part.finish()
+            except Exception:  # a mechanism's defect must not change how the job has ended
+                logger.exception("a part of the agent failed at its end; a defect of elastic_resume")
 
 
 def _find_reason(error: ElasticResumeError) -> object:

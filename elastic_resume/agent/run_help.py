@@ -19,6 +19,12 @@ from elastic_resume.report.formatting import write_stdout
 USAGE = "[flags] SCRIPT [arguments of the script]"
 HELP_COLUMN = 28
 _OURS = {option.name: option for option in config.FLAG_OPTIONS}
+
+
+def _list_mechanism_flags(group: str) -> list[str]:
+    return [o.name for o in MECHANISM_OPTIONS if o.has_flag and o.help_group == group]
+
+
 # Each entry is a name of our table, or torchrun's flag with its help.
 GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
     "job": (
@@ -42,13 +48,13 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
         "preload",
     ),
     "checkpoints": (
-        *("ckpt-dir", "save-every", "snapshot-every", "keep"),
-        *("archive", "archive-every", "archive-keep"),
+        *("ckpt-dir", "save-every", "snapshot-every", "keep", "archive"),
+        *_list_mechanism_flags("checkpoints"),
         *("resume", "resume-from"),
     ),
     "recovery": (
         ("--max-restarts N", "end the job after N restarts (default: no limit)"),
-        *(o.name for o in MECHANISM_OPTIONS if o.has_flag and not o.name.startswith("archive-")),
+        *_list_mechanism_flags("recovery"),
         "grace",
         "prove",
     ),

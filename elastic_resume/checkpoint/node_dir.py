@@ -72,8 +72,18 @@ class NodeDir:
         self._lock = lock  # the owner's
 
     @staticmethod
-    def claim(ckpt_dir: Path, run_id: str, node: str, timeout_s: float = 2.0, disk: Disk = DISK) -> NodeDir:
+    def claim(
+        ckpt_dir: Path,
+        run_id: str,
+        node: str,
+        timeout_s: float = 2.0,
+        disk: Disk = DISK,
+        *,
+        command: Sequence[str] | None = None,
+    ) -> NodeDir:
         """Create the directory if necessary and own it until `release` or the end of this process.
+
+        Others read ``command`` if they find it taken; by default the words of this process.
 
         Raises:
             NodeLockedError: another process owns it for ``timeout_s`` more; the message names the owner.
@@ -95,7 +105,7 @@ class NodeDir:
             raise NodeLockedError(_node_taken_message(path, node))
         node_dir = NodeDir(path, disk, lock=lock)
         try:
-            disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
+            disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner(command or sys.argv))
             if not node_dir.read_identity():
                 _require_inodes(path)
                 identity = json.dumps({"id": secrets.token_hex(16)}) + "\n"
@@ -247,8 +257,8 @@ def _node_path(ckpt_dir: Path, run_id: str, node: str) -> Path:
     return ckpt_dir / run_id / node
 
 
-def _encode_lock_owner() -> bytes:
-    command = " ".join([Path(sys.executable).name, *mask_secrets(sys.argv)])
+def _encode_lock_owner(words: Sequence[str]) -> bytes:
+    command = " ".join([Path(sys.executable).name, *mask_secrets(words)])
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),

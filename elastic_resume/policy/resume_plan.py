@@ -87,10 +87,10 @@ class Inventory:
     """The saved states of one node, and what it knows of earlier generations.
 
     ``committed_generation`` is the newest generation that had a checkpoint on this node, even if it has been
-    deleted. ``resume_from`` is its request to go back; see `going_back`. ``has_restarted`` and ``command``
-    (script and arguments of the last start) are for messages only. The last three are for `proof`: whether
-    the node wants one, with any number of ranks too, and the version of the newest state that was to be
-    computed again.
+    deleted. ``archive`` is the address that it was given, empty without one. ``resume_from`` is its request
+    to go back; see `going_back`. ``has_restarted`` (this start has resumed before) and ``command`` (script
+    and arguments of the last start) concern the start. The last three are for `proof`: whether the node wants
+    one, with any number of ranks too, and the version of the newest state that was to be computed again.
     """
 
     node: str
@@ -99,6 +99,7 @@ class Inventory:
     rejected: tuple[RejectedState, ...] = ()
     generation: int = 0
     committed_generation: int = 0
+    archive: str = ""
     resume_from: str = ""
     last_step: int = 0  # newest step that the node's workers finished, in last_generation
     last_generation: int = 0
@@ -321,6 +322,18 @@ def _refuse_to_start_over(nodes: Sequence[Inventory]) -> None:
 def _list_rejected(rejected: Sequence[RejectedState]) -> str:
     shown = "; ".join(f"{r.node}/{r.name}: {r.reason}" for r in rejected[:4])
     return f"{shown}; and {len(rejected) - 4} more" if len(rejected) > 4 else shown
+
+
+def find_unlike_archives(inventories: Sequence[Inventory]) -> str:
+    """Return a sentence about nodes with different archives; empty if all have the same or none.
+
+    Rank 0's node alone reads the archive, so a start could pass over what the archive of another node has.
+    """
+    archives = {each.node: each.archive or "off" for each in inventories}
+    if len(set(archives.values())) < 2:
+        return ""
+    shown = "; ".join(f"{node}: {archive}" for node, archive in sorted(archives.items())[:8])
+    return f"--archive differs between nodes ({shown}). Give all nodes the same address."
 
 
 def split_archive_error(

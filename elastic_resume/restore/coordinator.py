@@ -40,6 +40,7 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.shards import shard_index
 from elastic_resume.errors import (
     MIXED_HARDWARE_HINT,
+    ConfigError,
     DivergenceError,
     ElasticResumeError,
     MachineError,
@@ -124,7 +125,8 @@ def restore(
 
     Raises:
         NoValidCheckpointError: checkpoints exist and none can be loaded.
-        ArchiveError: no node holds a state, and the archive cannot be read.
+        ArchiveError: the archive cannot be read, and this start has not trained yet.
+        ConfigError: nodes name different archives, and this start has not trained yet.
         MismatchError: the objects do not fit the checkpoint, or ranks built different ones.
         UntrackableError: an object holds state that cannot be stored.
         MachineError: a node's disk cannot hold the checkpoints.
@@ -145,6 +147,7 @@ def restore(
 
     (flat, disk_error), gathered = context.run_and_gather(flatten_and_list)
     inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]
+    _check_archives(context, inventories)
     failpoints.hit("resume.planned")
     while True:
         inventories = _await_archive(context, sources, inventories)
@@ -182,14 +185,7 @@ def restore(
         )
     manifest, nodes = loaded.manifest if loaded is not None else None, tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
-    abandoned = tuple(
-        state
-        for each in inventories
-        for state in each.saved_states
-        if context.is_local_leader
-        and (each.node, state.owner_node, state.tier) == (context.node, context.node, DISK)
-        and going_back.is_abandoned(state, plan)
-    )
+    abandoned = _find_own_abandoned(context, inventories, plan)
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command, abandoned)
 
 
@@ -206,6 +202,20 @@ def _record_generation(context: RankContext, node_dir: NodeDir, generation: int,
 
     _, on_disks = context.run_and_gather(persist_generation)
     return bool(on_disks[context.local_leader_by_node[context.node]])
+
+
+def _find_own_abandoned(
+    context: RankContext, inventories: list[Inventory], plan: ResumePlan
+) -> tuple[SavedState, ...]:
+    """Return the states on this node's disk that the history of ``plan`` has left; on its local leader."""
+    own = next(each.saved_states for each in inventories if each.node == context.node)
+    return tuple(
+        state
+        for state in own
+        if context.is_local_leader
+        and (state.owner_node, state.tier) == (context.node, DISK)
+        and going_back.is_abandoned(state, plan)
+    )
 
 
 def move_abandoned_aside(context: RankContext, result: ResumeResult) -> None:
@@ -282,6 +292,15 @@ def _list_more(
     _, gathered = context.run_and_gather(list_own)
     more_by_node = {each.node: each for each in map(_parse_inventory, filter(None, gathered))}
     return [resume_plan.add_states(each, more_by_node[each.node]) for each in inventories]
+
+
+def _check_archives(context: RankContext, inventories: list[Inventory]) -> None:
+    """Raise ConfigError if nodes name different archives; a job that has trained goes on with a warning."""
+    text = resume_plan.find_unlike_archives(inventories)
+    if text and not any(each.has_restarted for each in inventories):
+        raise ConfigError(text)
+    if text and context.collectives.rank == 0:
+        logger.warning(f"{text} The job has trained with it, and goes on.")
 
 
 def _await_archive(

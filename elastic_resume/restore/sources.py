@@ -463,6 +463,7 @@ def take_inventory(
         generation=max(known),
         resume_from=context.settings.resume_from or "",
         committed_generation=node_dir.read_committed_generation(context.node_dir),
+        archive=context.settings.archive,
         last_step=last_step,
         last_generation=last_generation,
         last_world_size=last_world_size or None,

@@ -227,3 +227,16 @@ def test_empty_nodes_read_an_object_store_once(tmp_path: Path) -> None:
                 assert len(resumed["receiving_nodes"]) == 2
             reads = [name for name in proxy.requests if name.startswith("GET") and "/parts/g" in name]
             assert len(reads) == 1, proxy.requests
+
+
+def test_nodes_with_different_archives_do_not_start(tmp_path: Path) -> None:
+    """The node of rank 0 has none, so it would start over beside what is archived."""
+    archive_flags = ["--archive", str(tmp_path)]
+    with Cluster(tmp_path / "job", nodes=2) as cluster:
+        cluster.start(SCRIPT, "--step-log", str(tmp_path / "log"), only=[])
+        cluster.start_node(0)
+        cluster.start_node(1, flags=archive_flags)
+        assert 0 not in cluster.wait_exit()
+        assert f"--archive differs between nodes (n0: off; n1: {tmp_path})" in cluster.output(0)
+        assert not any(event["step"] for event in cluster.events("resume"))
+    assert not (tmp_path / "log").exists()

@@ -85,6 +85,7 @@ def test_give_up_is_reported_by_one_node_and_a_failing_command_costs_one_warning
         (notice,) = read_notices(tmp_path)
         settings = (cluster.nodes[0].directory / constants.SETTINGS_FILE).read_text()
         events = (cluster.nodes[0].directory / constants.EVENTS_FILE).read_text()
+        owner = (cluster.nodes[0].directory / constants.LOCK_OWNER_FILE).read_text()
         output = cluster.output(int(notice["node"][1:]))
     assert (notice["kind"], notice["severity"]) == ("give-up", "bad")
     assert notice["root_cause"]["type"] == "ModuleNotFoundError"
@@ -93,7 +94,8 @@ def test_give_up_is_reported_by_one_node_and_a_failing_command_costs_one_warning
     assert "xxx no route. Training continues" in output
     assert len(output) < 20_000
     assert "on-event: " in settings
-    assert "no route" not in settings + events  # a webhook's address would be there
+    assert "--on-event sh ***" in owner
+    assert "no route" not in settings + events + owner  # a webhook's address would be there
 
 
 @pytest.mark.soak

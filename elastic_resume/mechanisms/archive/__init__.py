@@ -32,6 +32,7 @@ ARCHIVE = Mechanism(
             description.parse_every,
             "30m",
             has_flag=True,
+            help_group="checkpoints",
             details="the job's last checkpoint is archived too",
         ),
         Option(
@@ -41,6 +42,7 @@ ARCHIVE = Mechanism(
             description.parse_keep,
             "all",
             has_flag=True,
+            help_group="checkpoints",
         ),
     ),
 )

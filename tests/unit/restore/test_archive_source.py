@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from elastic_resume.archive.store import StoredName
 from elastic_resume.config import Settings
 from elastic_resume.errors import (
     ArchiveOutageError,
+    ConfigError,
     CorruptError,
     NoValidCheckpointError,
     UnreadableError,
@@ -223,6 +225,37 @@ def test_restart_does_not_wait_for_a_store_that_hangs(
     answer.set()
     assert [state.version for state in own.saved_states] == [(3, 1)]
     assert ("does not answer within" in caplog.text) == is_restart
+
+
+@pytest.mark.parametrize(
+    ("archives", "problem"),
+    [
+        (["", ""], ""),
+        (["s3://b/x", "s3://b/x"], ""),
+        (["", "s3://b/x"], "--archive differs between nodes (n0: off; n1: s3://b/x)."),
+        (["s3://b/x", "s3://b/y"], "--archive differs between nodes (n0: s3://b/x; n1: s3://b/y)."),
+    ],
+)
+def test_start_needs_one_archive(
+    tmp_path: Path, archives: list[str], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0's node alone reads it, and would start over without a word; a running job goes on."""
+    nodes = [Inventory(f"n{rank}", rank, archive=archive) for rank, archive in enumerate(archives)]
+    context = make_context(tmp_path)
+    if problem:
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            coordinator._check_archives(context, nodes)
+    running = [replace(node, has_restarted=True) for node in nodes]
+    coordinator._check_archives(context, running)
+    assert problem in caplog.text
+    assert ("The job has trained with it, and goes on." in caplog.text) == bool(problem)
+
+
+def test_node_says_which_archive_it_was_given(tmp_path: Path) -> None:
+    """The nodes compare it."""
+    context = make_context(tmp_path)
+    page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+    assert take_inventory(context, {}, page, 0).archive == context.settings.archive != ""
 
 
 class CountingStore(DirectoryStore):

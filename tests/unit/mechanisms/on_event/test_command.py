@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from elastic_resume import config, constants
+from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.on_event import ON_EVENT, command
 from elastic_resume.mechanisms.on_event.command import CommandQueue, parse_command, run_command
@@ -182,3 +184,23 @@ def test_command_is_split_and_its_arguments_are_not_shown(
     assert option.show(text) == "./notify ***"
     assert option.show("./notify") == "./notify"
     assert option.show("") == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["run", "--on-event", "curl https://x/SECRET", "train.py"], "run --on-event curl *** train.py"),
+        (["run", "--on-event=curl https://x/SECRET", "train.py"], "run --on-event=curl *** train.py"),
+        (["run", "--on_event", "curl https://x/SECRET"], "run --on_event curl ***"),
+        (["run", "--keep", "3", "train.py", "on-event", "x y"], "run --keep 3 train.py on-event x y"),
+        (["run", "--on-event"], "run --on-event"),
+    ],
+)
+def test_its_words_are_not_in_the_file_of_the_directorys_owner(
+    tmp_path: Path, words: list[str], shown: str
+) -> None:
+    """The file is for other users and machines: a webhook's address is a secret."""
+    command_line = config.mask_command(["elastic-resume", *words])
+    with NodeDir.claim(tmp_path, "job", "a", command=command_line) as node_dir:
+        owner = json.loads((node_dir.path / constants.LOCK_OWNER_FILE).read_text())
+    assert owner["command"].partition("elastic-resume ")[2] == shown
