@@ -38,14 +38,14 @@ from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets, record_settings
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, NodeExcludedError
-from elastic_resume.events import EventLog
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, StatusMember
+from elastic_resume.events import Event, EventLog
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, EventSummary, StatusMember
 from elastic_resume.mechanisms.registry import make_agent_parts
 from elastic_resume.policy import restart
 from elastic_resume.policy.reasons import ErrorRaised, JobFinished, Signalled, to_json
 from elastic_resume.policy.wording import describe, describe_memory
 from elastic_resume.rendezvous.net.protocol import derive_status_key
-from elastic_resume.report import alerts, metrics
+from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import fetch_status
 from elastic_resume.schedulers import slurm
 from elastic_resume.schedulers.environment import SchedulerContext
@@ -266,7 +266,7 @@ class _Agent:
             committer,
             torchelastic.find_early_start(spec),
             lambda local_rank: worker_request.is_parked(str(local_rank)),
-            summarize_event=alerts.summarize_event,
+            summarize_event=_summarize_event,
         )
         self.controller.parts = parts = make_agent_parts(context)
         try:
@@ -374,6 +374,12 @@ class _Agent:
                 part.finish()
             except Exception:  # a mechanism's defect must not change how the job has ended
                 logger.exception("a part of the agent failed at its end; a defect of elastic_resume")
+
+
+def _summarize_event(event: Event) -> EventSummary | None:
+    from elastic_resume.report import alerts  # noqa: PLC0415  few jobs need it
+
+    return alerts.summarize_event(event)
 
 
 def _find_reason(error: ElasticResumeError) -> object:

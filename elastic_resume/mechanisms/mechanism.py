@@ -173,6 +173,8 @@ class Mechanism:
     make_observer: Callable[[Callable[[int], None], Callable[[], int]], StepObserver] | None = None
     """It gets a function that records a number for the agent, and one that counts the rank's collectives."""
     make_agent_part: Callable[[AgentContext], AgentPart] | None = None
+    needs_setting: str = ""
+    """The field of the setting without which agents have no such part, and need not import it."""
     is_reading_due: Callable[[int, ReadingCosts], bool] | None = None
     """Whether the agent's part reads a snapshot of this step (`CheckpointCommitter.offer_snapshot`)."""
     alerts: tuple[AlertKind, ...] = ()

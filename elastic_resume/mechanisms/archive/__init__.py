@@ -21,6 +21,7 @@ from elastic_resume.option import Option
 ARCHIVE = Mechanism(
     topic=UPLOADS,
     make_agent_part=lazily("archive.uploader", "ArchiveUploader"),
+    needs_setting="archive",
     alerts=description.ALERTS,
     status=description.STATUS,
     gauge=description.GAUGE,

@@ -88,18 +88,15 @@ class StepRate:
 
 
 class ArchiveUploader(AgentPart):
-    """Uploads of one agent, from `start` to `close`. Without an address it does nothing."""
+    """Uploads of one agent, from `start` to `close`."""
 
     def __init__(self, context: AgentContext) -> None:
         """Raise ConfigError if a package that the address needs is missing."""
         settings, self._node_dir = context.settings, context.node_dir
         self._run_id, self._node = self._node_dir.parent.name, self._node_dir.name
-        address = settings.get("archive")
-        self._writer: ArchiveWriter | None = None
-        if address:
-            archive = open_archive(address, self._run_id)
-            self._writer = ArchiveWriter(archive, settings.get("archive_keep"), context.emit)
-        self._every: IntervalSetting = settings["archive_every"] if address else IntervalSetting()
+        archive = open_archive(settings["archive"], self._run_id)
+        self._writer = ArchiveWriter(archive, settings["archive_keep"], context.emit)
+        self._every: IntervalSetting = settings["archive_every"]
         self._committer = context.committer
         self._rate = StepRate(self._node_dir, context.local_world_size)
         self._last = LastUpload(context.emit)
@@ -131,10 +128,9 @@ class ArchiveUploader(AgentPart):
     def start(self, client: RendezvousClient) -> None:
         """Take offers of checkpoints, beginning with the newest on the disk."""
         self._client = client
-        if self._writer is not None:
-            self._committed.extend(self._find_newest())
-            self._committer.checkpoint_readers.append(self._note_commit)
-            self._thread.start()
+        self._committed.extend(self._find_newest())
+        self._committer.checkpoint_readers.append(self._note_commit)
+        self._thread.start()
 
     def _note_commit(self, path: Path) -> None:
         self._has_committed = True
@@ -153,13 +149,11 @@ class ArchiveUploader(AgentPart):
         """Note that this node has to end soon."""
         self._last.begin_stop()
 
-    def update(self, client: RendezvousClient) -> ArchiveStatus | None:
+    def update(self, client: RendezvousClient) -> ArchiveStatus:
         """Report the newest step, and return what is archived."""
         del client
-        if self._writer is None:
-            return None
         self._rate.update()
-        self._send_report(self._writer)
+        self._send_report()
         upload, archived, now = self._verdict.upload, self._verdict.archived, time.monotonic()
         series, refusal = self._failures.series, self._verdict.refusal
         return ArchiveStatus(
@@ -176,7 +170,7 @@ class ArchiveUploader(AgentPart):
 
     def close(self) -> None:
         """Have the thread upload the job's last checkpoint if that is up to this node, and end."""
-        if self._writer is not None and self._client is not None:
+        if self._client is not None:
             self._last.wait(is_first=self._world is not None and self._world.rank == 0)
             self._thread.request_close()
 
@@ -185,8 +179,8 @@ class ArchiveUploader(AgentPart):
             return [entry.path for entry in Catalog(self._node_dir, self._run_id).list_valid()[:1]]
         return []
 
-    def _send_report(self, writer: ArchiveWriter) -> None:
-        upload = self._verdict.upload
+    def _send_report(self) -> None:
+        upload, writer = self._verdict.upload, self._writer
         report = NodeReport(
             nonce=writer.nonce,
             every_s=self._every.seconds or 0.0,
@@ -221,13 +215,10 @@ class ArchiveUploader(AgentPart):
         Return the seconds until the next one; None at the end of the job, after the last uploads.
         """
         lower_priority()
-        writer = self._writer
-        if writer is None:
-            return None
-        verdict = self._read_verdict(writer)
+        writer, verdict = self._writer, self._read_verdict()
         if self._last.is_requested:
             try:
-                self._upload_last(writer)
+                self._upload_last()
             finally:
                 self._last.finish()
             return None
@@ -239,14 +230,15 @@ class ArchiveUploader(AgentPart):
         has_acted = False
         if verdict.upload and checkpoint and not self._failures.is_pausing:
             if checkpoint.held.digest == verdict.upload.digest:
-                has_acted = self._try_to_advance(writer, verdict.upload, checkpoint)
+                has_acted = self._try_to_advance(verdict.upload, checkpoint)
         elif verdict.archived != self._archived_events:
             self._archived_events = verdict.archived
             writer.put_events(self._node_dir)
-        self._send_report(writer)
+        self._send_report()
         return 0.0 if has_acted else POLL_S
 
-    def _read_verdict(self, writer: ArchiveWriter) -> ArchiveVerdict:
+    def _read_verdict(self) -> ArchiveVerdict:
+        writer = self._writer
         fact = self._client.verdicts.get(UPLOADS.name) if self._client else None
         if fact is not None and fact.body != self._verdict_body:
             self._verdict_body, before = fact.body, self._verdict.archived
@@ -256,10 +248,10 @@ class ArchiveUploader(AgentPart):
                 self._archived_at = time.monotonic() - verdict.age_s
         return self._verdict
 
-    def _try_to_advance(self, writer: ArchiveWriter, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
+    def _try_to_advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
         """Do one thing for an upload; return whether there was one, and it has succeeded."""
         try:
-            has_acted = self._advance(writer, upload, checkpoint)
+            has_acted = self._advance(upload, checkpoint)
             if has_acted:
                 self._failures.clear()
             return has_acted
@@ -267,7 +259,7 @@ class ArchiveUploader(AgentPart):
             self._held.pop(upload.version).close()
             logger.warning("this node uploads no part of step %d: %s", upload.step, error)
         except SecondWriterError as error:
-            if writer.may_follow(upload.version, upload.attempt, error):
+            if self._writer.may_follow(upload.version, upload.attempt, error):
                 self._outdated_turn = upload.turn
         except ArchiveError as error:
             self._failures.add(error)
@@ -327,8 +319,9 @@ class ArchiveUploader(AgentPart):
             }
         return {}
 
-    def _advance(self, writer: ArchiveWriter, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
+    def _advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
         """Begin the upload, put the next part of this node's share, or put the entry; or nothing."""
+        writer = self._writer
         if upload.turn in {self._done_turn, self._outdated_turn}:
             return False
         if not upload.attempt:
@@ -355,21 +348,21 @@ class ArchiveUploader(AgentPart):
             return False
         attempt = Attempt(upload.number, upload.attempt, upload.version)
         old = writer.commit(attempt, checkpoint, self._begun_at)
-        self._send_report(writer)
+        self._send_report()
         writer.delete_old(old, upload.step)
         self._done_turn = upload.turn
         return True
 
     # ---- the thread, at the end of the job --------------------------------------------------------------
 
-    def _upload_last(self, writer: ArchiveWriter) -> None:
-        named = self._list_last_named(writer)
+    def _upload_last(self) -> None:
+        named, writer = self._list_last_named(), self._writer
         for path in {**dict.fromkeys(named), **dict.fromkeys(self._find_newest())}:
             try:
                 checkpoint = PinnedCheckpoint(path, self._run_id)
             except CheckpointError:  # the committer has logged that nothing was saved
                 continue
-            end = self._describe_end(writer, checkpoint, is_named=path in named)
+            end = self._describe_end(checkpoint, is_named=path in named)
             is_due, text = decide_last_upload(end)
             if text:
                 logger.warning("%s", text)
@@ -379,14 +372,14 @@ class ArchiveUploader(AgentPart):
         if self._last.find_left_s() is None and not self._failures.count:
             writer.put_events(self._node_dir)
 
-    def _list_last_named(self, writer: ArchiveWriter) -> list[Path]:
+    def _list_last_named(self) -> list[Path]:
         """Return the milestones that are not archived, oldest first, if that is up to this node."""
         if not self._has_trained or self._world is None or self._world.rank != 0:
             return []
-        if writer.refusal or self._verdict.refusal:
+        if self._writer.refusal or self._verdict.refusal:
             return []
         try:
-            return [path for _, path in sorted(self._list_named(writer.archive).items())]
+            return [path for _, path in sorted(self._list_named(self._writer.archive).items())]
         except ArchiveError as error:
             logger.warning("milestones may be missing in the archive: %s", error)
             return []
@@ -397,8 +390,8 @@ class ArchiveUploader(AgentPart):
         end = self._client.job_end if self._client else None
         return self._has_committed or (end is not None and isinstance(end.reason, JobFinished))
 
-    def _describe_end(self, writer: ArchiveWriter, last: PinnedCheckpoint, *, is_named: bool) -> EndFacts:
-        verdict, world = self._verdict, self._world
+    def _describe_end(self, last: PinnedCheckpoint, *, is_named: bool) -> EndFacts:
+        verdict, world, writer = self._verdict, self._world, self._writer
         end = self._client.job_end if self._client else None
         known = [each.version for each in (verdict.archived, writer.archived) if each]
         may_write = self._has_trained and not (writer.refusal or verdict.refusal)

@@ -17,6 +17,7 @@ def _show(text: str) -> str:
 
 ON_EVENT = Mechanism(
     make_agent_part=lazily("on_event.notifier", "Notifier"),
+    needs_setting="on_event",
     options=(
         Option(
             "on-event",

@@ -17,14 +17,13 @@ class Notifier(AgentPart):
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
-        words = context.settings["on_event"]
-        self._queue = CommandQueue(words) if words else None
+        self._queue = CommandQueue(context.settings["on_event"])
         self._maker = NoticeMaker(context.summarize_event)
         self._stopping_at: float | None = None
 
     def observe(self, event: Event) -> None:
         """Queue the event's notice."""
-        if self._queue is not None and (notice := self._maker.make(event)):
+        if notice := self._maker.make(event):
             if notice["step"] is None:
                 notice["step"] = self._find_newest_step()
             self._queue.put(notice)
@@ -41,5 +40,4 @@ class Notifier(AgentPart):
 
     def finish(self) -> None:
         """Give the last commands a limited time."""
-        if self._queue is not None:
-            self._queue.finish(find_left_s(self._stopping_at))
+        self._queue.finish(find_left_s(self._stopping_at))

@@ -1,24 +1,38 @@
-"""Test what the registry says of every mechanism."""
+"""Test which mechanisms an agent has a part of."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-from dataclasses import fields
+from typing import Any, cast
 
 import pytest
 
-from elastic_resume.mechanisms.mechanism import Mechanism
-from elastic_resume.mechanisms.registry import MECHANISMS
+from elastic_resume.mechanisms import registry
+from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, Mechanism
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=range(len(MECHANISMS)))
-def test_what_is_imported_late_exists(mechanism: Mechanism) -> None:
-    """Its module and name are texts, which no type checker reads."""
-    values = [getattr(mechanism, field.name) for field in fields(mechanism)]
-    values += [option.parse for option in mechanism.options]
-    late = [value for value in values if isinstance(value, functools.partial)]
-    for value in late:
-        module, name = value.args
-        assert callable(getattr(importlib.import_module(module), name))
-    assert late or not mechanism.make_agent_part
+@pytest.mark.parametrize(
+    ("settings", "made"),
+    [({}, ["always"]), ({"place": ""}, ["always"]), ({"place": "s3://b/x"}, ["always", "s3://b/x"])],
+)
+def test_agent_has_no_part_of_a_mechanism_without_its_setting(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], made: list[str]
+) -> None:
+    """Its modules would cost each start some ten milliseconds."""
+    found = []
+
+    def make(context: AgentContext) -> AgentPart:
+        found.append(context.settings["place"])
+        return AgentPart()
+
+    def make_always(_: AgentContext) -> AgentPart:
+        found.append("always")
+        return AgentPart()
+
+    mechanisms = (
+        Mechanism(make_agent_part=make_always),
+        Mechanism(make_agent_part=make, needs_setting="place"),
+    )
+    monkeypatch.setattr(registry, "MECHANISMS", mechanisms)
+    context = AgentContext(*[cast("Any", None)] * 6, settings, *[cast("Any", None)] * 3)
+    assert len(registry.make_agent_parts(context)) == len(made)
+    assert found == made
