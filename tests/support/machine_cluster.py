@@ -148,6 +148,8 @@ class MachineBackend(LoopbackBackend):
         """Cut the power of machines: links become silent, processes end, disks lose unsynced data."""
         for index in indices:
             self.network.cut(index)
+        for victim in [process for index in indices for process in self.processes(index)]:
+            fork_server.kill(victim)  # before the disks: no process without power sees an error of its disk
         for index in indices:
             self._disks[index].lose_power(secrets.randbelow(1 << 30))
         self.crash(indices)
