@@ -134,22 +134,21 @@ class FactBoard:
         self._topics = {topic.name: topic for topic in topics}
         self._scope = scope
         self._generation = 0
+        self._members: tuple[str, ...] = ()
         self._judges: dict[str, Judge] = {}
         self.is_due = False
         """There are new facts, or it is time to look again."""
         self.apart: frozenset[frozenset[str]] = frozenset()
         self.verdicts: dict[str, Fact] = {}
         """The newest verdict of each topic that has one. Replaced by another dictionary when one changes."""
-        for name, topic in self._topics.items():
-            if topic.is_of_job:
-                self.verdicts |= {name: known[name]} if name in known else {}
-                last_body = known[name].body if name in known else FactBody("")
-                self._judges[name] = topic.make_judge(replace(scope, last_body=last_body))
+        for name in known.keys() & {name for name, topic in self._topics.items() if topic.is_of_job}:
+            self.verdicts[name] = known[name]
+            self._judges[name] = self._topics[name].make_judge(replace(scope, last_body=known[name].body))
 
     def start_view(self, generation: int, members: tuple[str, ...]) -> None:
         """Judge the facts of a view that starts, in place of those of the view before."""
         self.end_view()
-        self._generation = generation
+        self._generation, self._members = generation, members
         scope = replace(self._scope, generation=generation, members=members)
         self._judges |= {
             name: topic.make_judge(scope) for name, topic in self._topics.items() if not topic.is_of_job
@@ -161,6 +160,7 @@ class FactBoard:
         """Drop the facts and verdicts of the view; those of the job remain."""
         self._judges = {name: judge for name, judge in self._judges.items() if self._topics[name].is_of_job}
         self.verdicts = {name: fact for name, fact in self.verdicts.items() if not fact.generation}
+        self._generation, self._members = 0, ()
         self.is_due = True
         for judge in self._judges.values():
             judge.start_view(0, ())
@@ -175,9 +175,12 @@ class FactBoard:
         """Take a node's new facts; those of another generation or of an unknown topic are dropped."""
         for fact in facts:
             topic, judge = self._topics.get(fact.topic), self._judges.get(fact.topic)
-            if topic is None or judge is None:
+            if topic is None:
                 continue
-            if topic.is_of_job or (is_member and fact.generation == self._generation):
+            if judge is None and topic.is_of_job:  # with its first fact: most jobs use few of the topics
+                judge = self._judges[fact.topic] = topic.make_judge(self._scope)
+                judge.start_view(self._generation, self._members)
+            if judge and (topic.is_of_job or (is_member and fact.generation == self._generation)):
                 with contextlib.suppress(ValueError):  # malformed, so as good as of an unknown topic
                     judge.add(node, fact, now)
                 self.is_due = True

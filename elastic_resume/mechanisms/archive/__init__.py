@@ -14,9 +14,11 @@ and the commit protocol. The events are::
 from __future__ import annotations
 
 from elastic_resume.mechanisms.archive import description
-from elastic_resume.mechanisms.archive.judge import UPLOADS
 from elastic_resume.mechanisms.mechanism import Mechanism, lazily
 from elastic_resume.option import Option
+from elastic_resume.rendezvous.facts import Topic
+
+UPLOADS = Topic("archive", lazily("archive.judge", "ArchiveJudge"), is_of_job=True)
 
 ARCHIVE = Mechanism(
     topic=UPLOADS,

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.milestone import Version
-from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
+from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope
 
 REQUEST_LEAD_S = 2.5
 """A report is a second old, and a verdict takes two heartbeats."""
@@ -505,6 +505,3 @@ def _decode_last(body: FactBody) -> ArchiveVerdict:
         return decode_body(ArchiveVerdict, body) if body else ArchiveVerdict()
     except ValueError:
         return ArchiveVerdict()
-
-
-UPLOADS = Topic("archive", ArchiveJudge, is_of_job=True)

@@ -25,10 +25,10 @@ from elastic_resume.checkpoint.catalog import Catalog, choose_milestones
 from elastic_resume.checkpoint.reader import parse_checkpoint_name
 from elastic_resume.errors import ArchiveError, CheckpointError, MachineError, SecondWriterError
 from elastic_resume.events import Event
+from elastic_resume.mechanisms.archive import UPLOADS
 from elastic_resume.mechanisms.archive.description import ArchiveStatus
 from elastic_resume.mechanisms.archive.failures import ArchiveFailures
 from elastic_resume.mechanisms.archive.judge import (
-    UPLOADS,
     ArchivedVersion,
     ArchiveVerdict,
     Begun,

@@ -10,7 +10,16 @@ from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.core.interface import EndJob
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.facts import Fact, FactBody, FactOutbox, Judge, Judgment, Scope, Topic
+from elastic_resume.rendezvous.facts import (
+    Fact,
+    FactBoard,
+    FactBody,
+    FactOutbox,
+    Judge,
+    Judgment,
+    Scope,
+    Topic,
+)
 from tests.support.rendezvous_sim.scenario import Scenario
 
 
@@ -124,6 +133,33 @@ def test_scope_names_members_in_rank_order(job: Scenario) -> None:
     judge = agent.role.board._judges["t"]
     assert isinstance(judge, Recorder)
     assert judge.scope == Scope(1, ("a", "b"), "a", 3.0)
+
+
+def test_judge_of_the_job_is_made_with_its_first_fact_and_knows_the_running_view() -> None:
+    """It is imported then: a start pays for no topic that the job does not use."""
+    made: list[Scope] = []
+    views: list[tuple[int, tuple[str, ...]]] = []
+
+    class JobJudge(Recorder):
+        def __init__(self, scope: Scope) -> None:
+            super().__init__(scope)
+            made.append(scope)
+
+        def start_view(self, generation: int, members: tuple[str, ...]) -> None:
+            views.append((generation, members))
+
+    topics = (Topic("t", JobJudge, is_of_job=True),)
+    job_scope = Scope(0, (), "a", 5.0)
+    board = FactBoard(topics, {}, job_scope)
+    board.start_view(3, ("a", "b"))
+    assert board.judge(1.0) == made == []
+    board.add("s", (Fact("t", 0, FactBody("from a spare")),), 1.0, is_member=False)
+    assert (made, views, Recorder.heard) == ([job_scope], [(3, ("a", "b"))], [("s", "from a spare")])
+    board.judge(1.0)
+    board.end_view()
+    assert board.verdicts == {"t": Fact("t", 0, FactBody("1"))}
+    FactBoard(topics, {**board.verdicts, "unknown": Fact("unknown", 0, FactBody("x"))}, job_scope)
+    assert made[1:] == [replace(job_scope, last_body=FactBody("1"))]
 
 
 def test_outbox_keeps_the_fact_that_its_topic_chooses() -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_resume.mechanisms.archive import UPLOADS
 from elastic_resume.mechanisms.archive import judge as rules
 from elastic_resume.mechanisms.archive.judge import (
-    UPLOADS,
     ArchivedVersion,
     ArchiveJudge,
     ArchiveVerdict,

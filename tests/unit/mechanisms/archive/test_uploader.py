@@ -15,8 +15,8 @@ from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.errors import ArchiveError
-from elastic_resume.mechanisms.archive import failures, pinned_checkpoint
-from elastic_resume.mechanisms.archive.judge import UPLOADS, ArchiveJudge, Upload
+from elastic_resume.mechanisms.archive import UPLOADS, failures, pinned_checkpoint
+from elastic_resume.mechanisms.archive.judge import ArchiveJudge, Upload
 from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
 from elastic_resume.milestone import Milestone
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
