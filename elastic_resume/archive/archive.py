@@ -258,7 +258,7 @@ class Archive:
         def read(index: int) -> int:
             start = index * manifest.block_bytes
             block = image[start : start + manifest.block_bytes]
-            self._read_block(archived, index, block)
+            self.read_block(archived, index, block)
             return start + len(block)
 
         pool = ThreadPoolExecutor(threads, "elastic-resume-archive")
@@ -285,7 +285,7 @@ class Archive:
                 blocks = [batch[offset : offset + manifest.block_bytes] for offset in offsets]
                 first = start // manifest.block_bytes
                 numbers = range(first, first + len(blocks))
-                for _ in threads.map(functools.partial(self._read_block, archived), numbers, blocks):
+                for _ in threads.map(functools.partial(self.read_block, archived), numbers, blocks):
                     pass
                 if len(header) < MAX_HEADER_BYTES:
                     header += batch
@@ -293,8 +293,15 @@ class Archive:
         with self._translate_errors(archived.header.parts):
             Layout.parse(header, manifest.file_bytes)
 
-    def _read_block(self, archived: ArchivedCheckpoint, index: int, into: memoryview) -> None:
-        """Read one block. Read it again before it counts as damaged: the network may have done it."""
+    def read_block(self, archived: ArchivedCheckpoint, index: int, into: memoryview) -> None:
+        """Read and verify one block.
+
+        It is read again before it counts as damaged: the network may have done it.
+
+        Raises:
+            CheckpointError: naming the part and its bytes; the content of ``into`` must not be used.
+
+        """
         part, offset = divmod(index * archived.manifest.block_bytes, archived.header.part_bytes)
         name = self._part_name(archived.header.parts, part)
         with self._translate_errors(f"part {part} of {archived.header.parts}"):

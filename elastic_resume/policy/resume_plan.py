@@ -24,6 +24,8 @@ from elastic_resume.milestone import Milestone, Version, WayBack
 MEMORY, DISK, ARCHIVE = "memory", "disk", "archive"
 ASIDE = "aside"
 MAX_CHAIN_NODES = 16
+MAX_READERS = 8  # nodes that read an archived state; each takes the shares of all others
+MIN_SHARE_BLOCKS = 2
 ARCHIVE_OUTAGES = {"unavailable", "slow", "cut"}  # kinds of an ArchiveError that pass without a person
 
 
@@ -205,6 +207,12 @@ def plan_senders(plan: ResumePlan) -> dict[str, Senders]:
         others = (*holders, *slow, *reversed(earlier))
         senders[node] = Senders(first, tuple(other for other in others if other not in first))
     return senders
+
+
+def plan_readers(plan: ResumePlan, blocks: int) -> tuple[str, ...]:
+    """Return the receiving nodes that help the source to read ``blocks`` blocks from the archive."""
+    count = min(MAX_READERS, blocks // MIN_SHARE_BLOCKS) - 1
+    return plan.receiving_nodes[: max(0, count)]
 
 
 def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePlan:

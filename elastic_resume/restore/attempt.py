@@ -5,7 +5,8 @@ Afterwards either every rank has loaded the state, or every rank knows which nod
 The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
 each tensor as soon as all its bytes are below the watermark (`streaming.py`). The bytes come from the node's
 own memory or disk (`sources.py`), or from other nodes: threads receive blocks into a slot and verify them
-(`transfer.py`). Meanwhile the local leader of each node that holds or receives the state serves it.
+(`transfer.py`). A few nodes help the source to read an archived state. Meanwhile the local leader of each
+node that holds or receives the state serves it.
 
 If no slot is free, the local leader and each other rank map the checkpoint. If the node has none, its local
 leader receives the state into private memory, and commits it to disk when all ranks have loaded. The node's
@@ -55,7 +56,7 @@ from elastic_resume.errors import (
     UnreadableError,
 )
 from elastic_resume.policy import resume_plan
-from elastic_resume.policy.resume_plan import MEMORY, ResumePlan, SavedState
+from elastic_resume.policy.resume_plan import MEMORY, ResumePlan, SavedState, Senders
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import transfer
 from elastic_resume.restore.sources import OpenedState, StateSource, list_sources, open_for_peers
@@ -67,7 +68,13 @@ from elastic_resume.restore.streaming import (
     broadcast_buffer,
     is_local_state_error,
 )
-from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
+from elastic_resume.restore.transfer import (
+    BlockReader,
+    BlockSender,
+    BlockServer,
+    BlockTable,
+    SharedReading,
+)
 from elastic_resume.restore.warm_memory import TensorPool
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.state import load_objects
@@ -231,7 +238,9 @@ class RestoreAttempt:
         loader = _StateLoader(tracked, manifest, values, self._tensor_pool, context.local_rank)
         try:
             if plan.receiving_nodes:
-                exchange = self._start_exchange(opened, manifest)
+                exchange = self._start_exchange(opened, manifest, described[3])
+            elif opened is not None:
+                self._read_alone(opened)
             self._start_source_values(exchange.opened, values)
             with self._show_progress(exchange, loader):
                 self._load_and_join_tasks(exchange.opened, loader)
@@ -326,7 +335,7 @@ class RestoreAttempt:
     # ---- exchange between nodes ------------------------------------------------------------------------
 
     def _describe_source(self, opened: OpenedState | None) -> list[Any] | None:
-        """On the source: return its manifest without digests, and the description of its own values."""
+        """On the source: return its manifest without digests, its own values' layout and its reader's key."""
         if self._context.collectives.rank != self._plan.source_rank:
             return None
         if opened is None or opened.manifest is None:
@@ -336,31 +345,65 @@ class RestoreAttempt:
         layout = build_values_layout(opened.buffer.layout, names)
         # Digests travel with their blocks, and the plan has the size.
         described = replace(opened.manifest, blocks=(), file_bytes=0)
-        return [described.to_bytes().decode(), layout.header.decode("latin-1"), layout.total_bytes]
+        key = opened.reader.key if opened.reader else ""
+        return [described.to_bytes().decode(), layout.header.decode("latin-1"), layout.total_bytes, key]
 
-    def _start_exchange(self, opened: OpenedState | None, source_manifest: Manifest) -> _Exchange:
+    def _start_exchange(
+        self, opened: OpenedState | None, source_manifest: Manifest, reader_key: str
+    ) -> _Exchange:
         """Serve and receive the state on local leaders; map the slots that they fill on the other ranks."""
         context, plan = self._context, self._plan
         server: BlockServer | None = None
+        reader: BlockReader | None = None
         if context.is_local_leader:
             try:
                 if opened is None:
                     received = replace(source_manifest, node=context.node, file_bytes=plan.nbytes)
                     opened = open_for_peers(self._slot_client, received)
                 server = self._serve(opened, source_manifest.block_bytes)
+                reader = opened.reader or self._find_reader(reader_key, server.table.count)
             except ElasticResumeError as error:
                 self._errors.append(error)  # reported at the end: the other ranks are about to gather
                 if opened is not None:
                     opened.buffer.fail(error)
         served = server.sender.to_json() if server is not None else None
-        offers = context.collectives.gather([_slot_id(opened), served])
+        offers = context.collectives.gather([_slot_id(opened), served, reader is not None])
         slot_ids = {node: offers[context.local_leader_by_node[node]][0] for node in plan.receiving_nodes}
-        if self._saved_state is None and server is not None:
-            receive = functools.partial(self._receive, server.table, [served for _, served in offers])
+        if server is not None and (self._saved_state is None or reader is not None):
+            senders = {
+                node: BlockSender.from_json(node, offers[rank][1])
+                for node, rank in context.local_leader_by_node.items()
+                if node != context.node and offers[rank][1] is not None
+            }
+            others = [node for node, rank in context.local_leader_by_node.items() if offers[rank][2]]
+            readers = sorted(others, key=lambda node: node != plan.source_node)
+            receive = functools.partial(self._receive, server.table, senders, reader, readers)
             self._tasks.append(BackgroundTask("receive", receive, server.table.buffer))
         elif slot_ids.get(context.node) is not None:
             opened = self._attach(slot_ids[context.node])
+        elif opened is not None and not context.is_local_leader:
+            self._read_alone(opened)
         return _Exchange(opened, server, commits_received=None in slot_ids.values())
+
+    def _find_reader(self, key: str, blocks: int) -> BlockReader | None:
+        """Return the reader with which this node helps the source; None if it does not help."""
+        plan = self._plan
+        if not key or self._context.node not in resume_plan.plan_readers(plan, blocks):
+            return None
+        try:
+            return self._sources[plan.source_tier].find_reader(key)
+        except CheckpointError as error:
+            transfer.warn_that_others_read(error)
+            return None
+
+    def _read_alone(self, opened: OpenedState) -> None:
+        """Read the rest of a state, if nothing brings it yet, without other nodes."""
+        reader = opened.reader
+        if reader is not None and opened.manifest is not None:
+            table = BlockTable(opened.buffer, opened.manifest.block_bytes, opened.manifest.blocks)
+            shared = SharedReading(reader, (None,))
+            read = functools.partial(transfer.receive, table, (), 0, shared)
+            self._tasks.append(BackgroundTask("read", read, opened.buffer))
 
     def _serve(self, opened: OpenedState, block_bytes: int) -> BlockServer:
         manifest = opened.manifest
@@ -368,19 +411,29 @@ class RestoreAttempt:
         host = transfer.choose_local_host(self._context.settings.transfer_addr)
         return BlockServer(BlockTable(opened.buffer, block_bytes, digests), self._context.node, host)
 
-    def _receive(self, table: BlockTable, served_by_rank: Sequence[Any]) -> None:
-        """Receive the state from the nodes that the plan assigns to this one."""
+    def _receive(
+        self,
+        table: BlockTable,
+        senders: Mapping[str, BlockSender],
+        reader: BlockReader | None,
+        readers: Sequence[str],
+    ) -> None:
+        """Receive the state from the nodes that the plan assigns to this one, and from those that read it.
+
+        The first of ``readers`` is the source, if it can be reached at all.
+        """
         context, plan = self._context, self._plan
-        planned = resume_plan.plan_senders(plan)[context.node]
-        sources = {}
-        for node in (*planned.first, *planned.substitutes):
-            served = served_by_rank[context.local_leader_by_node[node]]
-            if served is not None:
-                sources[node] = BlockSender.from_json(node, served)
-        first = [str(sources[node]) for node in planned.first if node in sources]
+        planned = resume_plan.plan_senders(plan).get(context.node, Senders((), ()))
+        first, shared = planned.first, None
+        if reader is not None and readers[0] == plan.source_node:
+            first = tuple(node for node in readers if node in senders)
+            shared = SharedReading(reader, tuple(senders.get(node) for node in readers))
+        order = dict.fromkeys((*first, *planned.first, *planned.substitutes))
+        known = [senders[node] for node in order if node in senders]
+        names = [str(senders[node]) for node in first if node in senders]
         what = f"step {plan.step} ({format_bytes(plan.nbytes)})"
-        logger.debug(f"node {context.node}: receiving {what} from {', '.join(first)}")
-        transfer.receive(table, list(sources.values()), len(first))
+        logger.debug(f"node {context.node}: receiving {what} from {', '.join(names)}")
+        transfer.receive(table, known, len(names), shared)
 
     def _start_source_values(self, opened: OpenedState | None, values: SourceValues) -> None:
         """Send or receive the source's values in a thread."""

@@ -27,6 +27,7 @@ from elastic_resume.checkpoint.catalog import (
     read_quarantine_reason,
     scan_run,
 )
+from elastic_resume.checkpoint.layout import header_size
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.errors import (
@@ -49,6 +50,7 @@ from elastic_resume.policy.resume_plan import (
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
+from elastic_resume.restore.transfer import BlockReader
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
@@ -76,6 +78,8 @@ class OpenedState:
     fills_slot: bool = False
     on_disk: bool = False
     tasks: tuple[BackgroundTask, ...] = ()
+    reader: BlockReader | None = None
+    """What the restore attempt reads the blocks with that have not arrived; None if ``tasks`` bring them."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,12 @@ class StateSource(Protocol):
 
     def open(self, saved_state: SavedState) -> OpenedState:
         """Start to bring a state into this node's memory. Raises CheckpointError, OSError or MemoryError."""
+
+    def find_reader(self, key: str) -> BlockReader | None:
+        """Return a reader of the state that another node has opened; None if only that node can read it.
+
+        ``key`` is the `BlockReader.key` of that node. Raises CheckpointError.
+        """
 
     def name_of(self, saved_state: SavedState) -> str:
         """Return the name of a state for messages."""
@@ -170,6 +180,9 @@ class MemorySource:
         ):
             raise UnreadableError("the snapshot is no longer in this node's memory")
         return OpenedState(snapshot.manifest, StreamingBuffer.from_complete(snapshot.image), snapshot.slot)
+
+    def find_reader(self, key: str) -> None:
+        """See StateSource."""
 
     def name_of(self, saved_state: SavedState) -> str:
         """See StateSource."""
@@ -255,6 +268,9 @@ class DiskSource:
         tasks.append(BackgroundTask("fill", fill, buffer))
         return OpenedState(manifest, buffer, slot, slot is not None, on_disk, tuple(tasks))
 
+    def find_reader(self, key: str) -> None:
+        """See StateSource."""
+
     def name_of(self, saved_state: SavedState) -> str:
         """See StateSource."""
         return reader.checkpoint_name(*saved_state.version)
@@ -293,8 +309,9 @@ def _read_milestone_names(path: Path) -> tuple[str, ...]:
 class ArchiveSource:
     """The archived checkpoints of this run.
 
-    Rank 0's node alone lists them, and reads one; the others get it while it arrives. So the archive is read
-    once, whatever the number of nodes. A restore deletes nothing there.
+    Rank 0's node alone lists them. It opens one, and a few other nodes help it to read: each block is read by
+    one of them, and passed on. So the archive is read once, whatever the number of nodes. A restore deletes
+    nothing there.
 
     A restart within the job is faster than a few answers of an object store. So rank 0 first asks, in a
     thread, only how new the archive is, with two requests. It reads entries if this node holds nothing as
@@ -397,21 +414,30 @@ class ArchiveSource:
         return Listing((), (rejected,))
 
     def open(self, saved_state: SavedState) -> OpenedState:
-        """Read the image into a slot, or into private memory without a free one."""
-        archive, archived = self._archive, self._find(saved_state)
-        reserved = (
-            reserve_slot(self._slot_client, archived.manifest) if self._context.is_local_leader else None
-        )
+        """Read the header, into a slot or into private memory without a free one.
+
+        The result's ``reader`` reads the rest.
+        """
+        reader = _ArchiveReader(self._archive, self._find(saved_state))
+        manifest = reader.archived.manifest
+        reserved = reserve_slot(self._slot_client, manifest) if self._context.is_local_leader else None
         tasks = []
         if reserved is not None:
             buffer, slot, populate = reserved
             tasks.append(BackgroundTask("populate", populate))
         else:
-            memory = allocate_memory(archived.manifest.file_bytes)
+            memory = allocate_memory(manifest.file_bytes)
             buffer, slot = StreamingBuffer(memory, LocalWatermark()), None
-        fill = functools.partial(archive.read_image, archived, buffer.memory, buffer.advance)
-        tasks.append(BackgroundTask("fill", fill, buffer))
-        return OpenedState(archived.manifest, buffer, slot, slot is not None, tasks=tuple(tasks))
+        reader.read_header(buffer)
+        return OpenedState(manifest, buffer, slot, slot is not None, tasks=tuple(tasks), reader=reader)
+
+    def find_reader(self, key: str) -> BlockReader | None:
+        """See StateSource. A node without an archive reads nothing; it may be of an earlier configuration."""
+        if not self._context.settings.archive:
+            return None
+        number, _ = key.split("/")
+        reader = _ArchiveReader(self._archive, self._archive.read_entry(int(number)))
+        return reader if reader.key == key else None
 
     def name_of(self, saved_state: SavedState) -> str:
         """See StateSource."""
@@ -433,6 +459,28 @@ class ArchiveSource:
         for number in numbers:
             return self._archive.read_entry(number)
         raise UnreadableError(f"{self.name_of(saved_state)} is not there any more")
+
+
+class _ArchiveReader:
+    """Reads the blocks of an archived checkpoint."""
+
+    def __init__(self, archive: Archive, archived: ArchivedCheckpoint) -> None:
+        self._archive, self.archived = archive, archived
+        self.key = f"{archived.number}/{archived.header.parts}"
+
+    def read_block(self, index: int, into: memoryview) -> bytes:
+        """See BlockReader."""
+        self._archive.read_block(self.archived, index, into)
+        return bytes.fromhex(self.archived.manifest.blocks[index])
+
+    def read_header(self, buffer: StreamingBuffer) -> None:
+        """Read blocks until the header is complete: the nodes compare it before they share the rest."""
+        step, size = self.archived.manifest.block_bytes, len(buffer.memory)
+        for start in range(0, size, step):
+            self.read_block(start // step, buffer.memory[start : start + step])
+            buffer.advance(min(start + step, size))
+            if header_size(buffer.memory[:8], size) <= start + step:
+                break
 
 
 def _to_archived_state(entry: ArchivedCheckpoint) -> SavedState:

@@ -137,15 +137,18 @@ class StreamingBuffer:
                 self._changed.wait_for(lambda: self._watermark.watermark > before, self._poll_interval_s)
         return available
 
-    def has_bytes_within(self, count: int, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` for the first ``count`` bytes; return whether they may be used now.
+    def wait_at_most(self, timeout_s: float, is_there: Callable[[], bool]) -> None:
+        """Wait until ``is_there``, which changes with an advance. Raises the filling thread's error.
 
-        It does not poll, so call it only in the process that fills the buffer. Raises the filling thread's
-        error.
+        It does not poll, so call it only in the process that fills the buffer.
         """
+
+        def is_over() -> bool:
+            return self._watermark.watermark == WATERMARK_FAILED or is_there()
+
         with self._changed:
-            self._changed.wait_for(lambda: self._watermark.watermark >= count, timeout_s)
-        return self.available_bytes() >= count
+            self._changed.wait_for(is_over, timeout_s)
+        self.available_bytes()
 
     def arrived_bytes(self) -> int:
         """Return how many bytes may be used now, to show it; 0 after an error."""

@@ -9,11 +9,15 @@ it, and serves it in turn. A server waits until its own buffer has a block, so n
     receiver  HMAC(key, "receiver" A B)
     server    HMAC(key, "server" A B)
     receiver  index of a block, 8 bytes; again after each block
-    server    WAIT, each second until it has the block; then OK, 16-byte digest, block; or FAILED
+    server    WAIT, each second until it has the block; then OK, 16-byte digest, block; or FAILED, REFUSED
 
 The handshake follows that of `rendezvous.net.protocol`. Each server makes a key for one attempt, and the
 ranks get the keys in a gather. A digest comes from the checkpoint's manifest. A server computes it for a
 snapshot in memory, and a receiver passes on the digest that it has verified.
+
+Several nodes may read the state from a store that all of them reach (`SharedReading`). Each reads its share
+of the blocks and takes those of the others from them, so the store is read once. The first of them, the
+source, reads the share of a node that refuses, since it cannot read, or that fails.
 
 Invariants:
 
@@ -21,6 +25,7 @@ Invariants:
 - A lost connection costs one block at most, which another connection then requests.
 - A node that is silent, fails, sends a wrong block, or takes longer than `BLOCK_TIMEOUT_S` for one is
   replaced by another. A node that waits for its own disk is not silent, because it sends WAIT.
+- No two nodes wait for the same block of each other: a share is its owner's, or the source's.
 - A client that has not proved the key receives only random bytes, and occupies a thread. When there are
   `MAX_UNAUTHENTICATED`, a new one ends the oldest.
 """
@@ -28,6 +33,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import hmac
 import ipaddress
@@ -39,15 +45,16 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, Protocol
 
 import xxhash
 
 from elastic_resume import constants, failpoints
 from elastic_resume.background import AcceptThread
-from elastic_resume.errors import MachineError, PeerFailedError
+from elastic_resume.errors import CheckpointError, MachineError, PeerFailedError
 from elastic_resume.restore.streaming import BackgroundTask, StreamingBuffer
 from elastic_resume.slots import slot_memory
 from elastic_resume.units import format_address
@@ -66,7 +73,7 @@ RECONNECT_PAUSE_S = 0.1
 _NONCE_BYTES = _KEY_BYTES = _PROOF_BYTES = 32
 _DIGEST_BYTES = 16
 _REQUEST = struct.Struct("!Q")
-_WAIT, _OK, _FAILED = b"\1", b"\2", b"\3"
+_WAIT, _OK, _FAILED, _REFUSED = b"\1", b"\2", b"\3", b"\4"
 
 
 class BlockTable:
@@ -78,6 +85,8 @@ class BlockTable:
         self.count = -(-len(buffer.memory) // block_bytes)
         self._block_bytes = block_bytes
         self._digests = [bytes.fromhex(digest) for digest in digests] or [b""] * self.count
+        self._arrived: set[int] = set()  # and all blocks below the watermark
+        self._refused: set[int] = set()
 
     def start(self, index: int) -> int:
         """Return the offset of a block; for the index after the last one, the size of the state."""
@@ -96,6 +105,30 @@ class BlockTable:
     def set_digest(self, index: int, digest: bytes) -> None:
         """Record the verified digest of a block."""
         self._digests[index] = digest
+
+    def add(self, index: int) -> None:
+        """Note that a block has arrived and is verified; `advance` of the buffer tells those that wait."""
+        self._arrived.add(index)
+
+    def refuse(self, indices: Sequence[int]) -> None:
+        """Note that this node does not read these blocks; it may receive them."""
+        self._refused.update(indices)
+
+    def is_refused(self, index: int) -> bool:
+        """Return whether this node does not read a block that it should."""
+        return index in self._refused
+
+    def has(self, index: int) -> bool:
+        """Return whether a block has arrived."""
+        return index in self._arrived or self.buffer.arrived_bytes() >= self.start(index + 1)
+
+    def has_within(self, index: int, timeout_s: float) -> bool:
+        """Wait at most ``timeout_s`` for a block; return whether it has arrived.
+
+        Raises the buffer's error. A block that is refused is not waited for.
+        """
+        self.buffer.wait_at_most(timeout_s, lambda: self.has(index) or index in self._refused)
+        return self.has(index)
 
 
 @dataclass(frozen=True)
@@ -213,7 +246,10 @@ class BlockServer:
         """Send a block once it is there; return False if this node's state has failed."""
         buffer = self.table.buffer
         try:
-            while not buffer.has_bytes_within(self.table.start(index + 1), ALIVE_INTERVAL_S):
+            while not self.table.has_within(index, ALIVE_INTERVAL_S):
+                if self.table.is_refused(index):
+                    connection.sendall(_REFUSED)
+                    return False
                 connection.sendall(_WAIT)
         except Exception as error:
             if error is buffer.error:  # this node's own state failed, and its restore attempt reports that
@@ -241,66 +277,137 @@ def _listen(host: str) -> socket.socket:
 # ---- the receiving side ------------------------------------------------------------------------------
 
 
-def receive(table: BlockTable, senders: Sequence[BlockSender], used_at_once: int) -> None:
-    """Fill the buffer of ``table`` with verified blocks from ``senders``.
+class BlockReader(Protocol):
+    """Reads blocks of a state from a store that several nodes reach."""
+
+    key: str
+    """With it another node finds the same state in the store."""
+
+    def read_block(self, index: int, into: memoryview) -> bytes:
+        """Read a block, verify it, and return its digest. Raises CheckpointError."""
+
+
+@dataclass(frozen=True)
+class SharedReading:
+    """Which nodes read a state from a store: block i is read by node i modulo their number."""
+
+    reader: BlockReader
+    nodes: tuple[BlockSender | None, ...]
+    """The source's node first; None is this node."""
+
+
+def receive(
+    table: BlockTable, senders: Sequence[BlockSender], used_at_once: int, shared: SharedReading | None = None
+) -> None:
+    """Fill the buffer of ``table`` with verified blocks from ``senders``, and from a store.
 
     Args:
-        table: of this node's buffer, which nothing has arrived in.
+        table: of this node's buffer; it may have bytes up to its watermark.
         senders: in the order of preference.
         used_at_once: how many of them are used from the beginning; the others replace those that fail.
+        shared: on a node that reads from a store; its other nodes are the first of ``senders``.
 
     Raises:
         PeerFailedError: no sender can send the rest, or the attempt was cancelled.
+        CheckpointError: this node is the source, and cannot read the store.
         MachineError: this node has no memory for the state.
 
     """
-    receiver = _Receiver(table, senders, used_at_once)
-    count = min(max(MIN_CONNECTIONS, used_at_once), MAX_CONNECTIONS)
+    receiver = _Receiver(table, senders, used_at_once, shared)
+    count = min(max(MIN_CONNECTIONS, used_at_once), MAX_CONNECTIONS) if senders or shared is None else 0
     tasks = [BackgroundTask(f"receive-{number}", receiver.run) for number in range(count)]
+    if shared is not None:
+        read = functools.partial(receiver.read, shared.reader)
+        tasks += [BackgroundTask(f"read-{number}", read) for number in range(MAX_CONNECTIONS)]
     errors = [error for task in tasks if (error := task.join()) is not None]
     table.buffer.raise_if_cancelled()
     if not receiver.is_complete:
-        raise errors[0]
+        raise receiver.error or errors[0]
+
+
+def warn_that_others_read(error: CheckpointError) -> None:
+    """Log why this node does not read its share."""
+    logger.warning(f"this node does not help to read the archived state: {error}")
 
 
 class _SenderFailedError(Exception):
     """A sender cannot send the state, and it is not asked again."""
 
 
-class _Receiver:
-    """What the threads of `receive` share: the missing blocks, and the senders that may have them."""
+class _Owner(Enum):
+    """Who fetches the blocks of a share, if that is no sender."""
 
-    def __init__(self, table: BlockTable, senders: Sequence[BlockSender], used_at_once: int) -> None:
+    THIS_NODE = "reads them from the store"
+    ANY_SENDER = "sends them"
+
+
+class _Receiver:
+    """What the threads of `receive` share: the missing blocks, and who may have them."""
+
+    def __init__(
+        self,
+        table: BlockTable,
+        senders: Sequence[BlockSender],
+        used_at_once: int,
+        shared: SharedReading | None,
+    ) -> None:
         self._table = table
         self._senders = senders
         self._used_at_once = used_at_once
         self._changed = threading.Condition()
-        self._missing = list(range(table.count))  # a heap: blocks that no thread is receiving
+        self._owners: list[BlockSender | _Owner] = (
+            [node or _Owner.THIS_NODE for node in shared.nodes] if shared else [_Owner.ANY_SENDER]
+        )
+        self._is_source = self._owners[0] is _Owner.THIS_NODE
+        # Blocks that no thread is fetching, a heap for each share.
+        count = len(self._owners)
+        missing = [index for index in range(table.count) if not table.has(index)]
+        self._missing = [[index for index in missing if index % count == share] for share in range(count)]
         self._in_flight: set[int] = set()
         self._failures: Counter[BlockSender] = Counter()  # since the last block
         self._excluded: set[BlockSender] = set()
         self._users: Counter[BlockSender] = Counter()
         self._reasons: dict[BlockSender, str] = {}
+        self.error: CheckpointError | None = None
+        """Why the source cannot read the store, or this node not get the source's share."""
 
     @property
     def is_complete(self) -> bool:
         """Whether all blocks have arrived."""
         with self._changed:
-            return not self._missing and not self._in_flight
+            return not self._in_flight and not any(self._missing)
 
     def run(self) -> None:
         """Receive blocks until none is missing, from one sender after the other."""
-        while not self.is_complete:
+        while not self.is_complete and not self.error:
             sender = self._choose_sender()
             try:
                 with contextlib.closing(_connect(sender)) as connection:
                     while (index := self._take_block(sender)) is not None:
-                        self._receive_block(connection, sender, index)
+                        self._fill_block(index, functools.partial(self._fetch_and_verify, connection, index))
+                        with self._changed:
+                            self._failures[sender] = 0
             except (OSError, _SenderFailedError) as error:
                 self._record_failure(sender, error)
             finally:
                 with self._changed:
                     self._users[sender] -= 1
+
+    def read(self, reader: BlockReader) -> None:
+        """Read this node's share from the store, and on the source what other nodes cannot read."""
+        while (index := self._take_block(_Owner.THIS_NODE)) is not None:
+            try:
+                self._fill_block(index, functools.partial(self._read_block, reader, index))
+            except CheckpointError as error:
+                if self._is_source:
+                    self._table.buffer.fail(error)  # now, since this node's server tells the others
+                with self._changed:
+                    is_first = _Owner.THIS_NODE in self._owners
+                    self._reassign(_Owner.THIS_NODE, error)
+                if self._is_source:
+                    return
+                if is_first:
+                    warn_that_others_read(error)
 
     def _choose_sender(self) -> BlockSender:
         with self._changed:
@@ -313,11 +420,18 @@ class _Receiver:
                     "address cannot be reached, choose another with ELASTIC_RESUME_TRANSFER_ADDR there."
                 )
             preferred = self._senders[: self._used_at_once]
-            best = min(usable, key=lambda s: (self._failures[s], s not in preferred, self._users[s]))
+            best = min(
+                usable,
+                key=lambda s: (self._is_served(s), self._failures[s], s not in preferred, self._users[s]),
+            )
             self._users[best] += 1
             pause_s = RECONNECT_PAUSE_S * self._failures[best]
         time.sleep(pause_s)
         return best
+
+    def _is_served(self, sender: BlockSender) -> bool:
+        """Return False for the owner of a share that no thread asks: nobody else sends it before it fails."""
+        return sender not in self._owners or self._users[sender] > 0
 
     def _record_failure(self, sender: BlockSender, error: Exception) -> None:
         reason = str(error.strerror or error) if isinstance(error, OSError) else str(error)
@@ -325,45 +439,81 @@ class _Receiver:
             self._failures[sender] += 1
             if isinstance(error, _SenderFailedError):
                 self._excluded.add(sender)
+            if sender in self._excluded or self._failures[sender] >= MAX_FAILURES:
+                self._reassign(sender, PeerFailedError(f"{sender} sends no more of the state: {reason}"))
             is_first, self._reasons[sender] = sender not in self._reasons, reason
         if is_first:
             logger.warning(f"the transfer of the state from {sender} was interrupted: {reason}.")
 
-    def _take_block(self, sender: BlockSender) -> int | None:
-        """Return the lowest missing block; None when all have arrived."""
+    def _reassign(self, owner: BlockSender | _Owner, error: CheckpointError) -> None:
+        """Give the shares of an owner that fails to the source. Without the source there is no way on.
+
+        Another node may wait for this one, so the source's share is asked of nobody else.
+        """
+        source = self._owners[0]
+        for share, of_share in enumerate(self._owners):
+            if of_share is owner and owner is not source:
+                self._owners[share] = source
+                if owner is _Owner.THIS_NODE:
+                    self._table.refuse(range(share, self._table.count, len(self._owners)))
+        if owner is source:
+            self.error = self.error or error
+        self._changed.notify_all()
+
+    def _find_share(self, fetcher: BlockSender | _Owner) -> list[int] | None:
+        """Return the heap with the lowest block that ``fetcher`` may fetch; None if there is none now."""
+        owners = {fetcher, _Owner.ANY_SENDER} if isinstance(fetcher, BlockSender) else {fetcher}
+        heaps = [heap for heap, owner in zip(self._missing, self._owners, strict=True) if owner in owners]
+        return min(filter(None, heaps), default=None)
+
+    def _take_block(self, fetcher: BlockSender | _Owner) -> int | None:
+        """Return the lowest missing block that ``fetcher`` has; None when all have arrived, or none will."""
         with self._changed:
-            self._changed.wait_for(lambda: self._missing or not self._in_flight)
+            while (heap := self._find_share(fetcher)) is None or self.error or fetcher in self._excluded:
+                self._table.buffer.raise_if_cancelled()
+                if isinstance(fetcher, BlockSender) and fetcher in self._excluded:
+                    raise _SenderFailedError(self._reasons[fetcher])
+                if self.error or not (self._in_flight or any(self._missing)):
+                    return None
+                self._changed.wait()
             self._table.buffer.raise_if_cancelled()
-            if not self._missing:
-                return None
-            if sender in self._excluded:
-                raise _SenderFailedError(self._reasons[sender])
-            index = heapq.heappop(self._missing)
+            index = heapq.heappop(heap)
             self._in_flight.add(index)
             return index
 
-    def _receive_block(self, connection: socket.socket, sender: BlockSender, index: int) -> None:
-        is_verified = False
+    def _fill_block(self, index: int, fill: Callable[[], bytes]) -> None:
+        """Let ``fill`` bring a block and return its verified digest; another thread tries if it fails."""
+        digest = None
         try:
-            self._fetch_and_verify(connection, index)
-            is_verified = True
+            digest = fill()
         finally:
             with self._changed:
-                self._changed.notify_all()
                 self._in_flight.remove(index)
-                if is_verified:
-                    self._failures[sender] = 0
+                if digest is not None:
+                    self._table.set_digest(index, digest)
+                    self._table.add(index)
                 else:
-                    heapq.heappush(self._missing, index)
-                lowest = min([*self._in_flight, *self._missing[:1]], default=self._table.count)
+                    heapq.heappush(self._missing[index % len(self._owners)], index)
+                heaps = filter(None, self._missing)
+                lowest = min([*self._in_flight, *(heap[0] for heap in heaps)], default=self._table.count)
+                self._changed.notify_all()
                 self._table.buffer.advance(self._table.start(lowest))
 
-    def _fetch_and_verify(self, connection: socket.socket, index: int) -> None:
+    def _read_block(self, reader: BlockReader, index: int) -> bytes:
+        block = self._table.block(index)
+        slot_memory.populate_pages(block)
+        return reader.read_block(index, block)
+
+    def _fetch_and_verify(self, connection: socket.socket, index: int) -> bytes:
         block = self._table.block(index)
         connection.sendall(_REQUEST.pack(index))
         slot_memory.populate_pages(block)  # while the first bytes travel
         while (status := _receive_exactly(connection, 1)) == _WAIT:
             self._table.buffer.raise_if_cancelled()
+            if self.error:
+                raise self.error
+        if status == _REFUSED:
+            raise _SenderFailedError("it cannot read its share")
         if status != _OK:
             raise _SenderFailedError("its own state has failed")
         digest = _receive_exactly(connection, _DIGEST_BYTES)
@@ -372,7 +522,7 @@ class _Receiver:
         if xxhash.xxh3_128_digest(block) != digest:
             start = self._table.start(index)
             raise _SenderFailedError(f"bytes {start} to {start + len(block)} of the state arrived damaged")
-        self._table.set_digest(index, digest)
+        return digest
 
 
 # ---- connections -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from elastic_resume.archive.archive import open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
+from elastic_resume.checkpoint.manifest import BLOCK_BYTES
 from elastic_resume.testing import Cluster
 from tests.integration import test_sharded
 from tests.support.s3 import BUCKET, Fault, FaultProxy, s3_environment, serve_s3
@@ -120,6 +122,7 @@ def test_sharded_job_goes_on_from_archive(tmp_path: Path) -> None:
 
 
 PARTS = ["--width", "300000"]  # 75 MB, two parts
+WIDE = ["--width", "400000"]  # 100 MB, seven blocks
 POINTS = ["archive.put-part", "archive.part-put", "archive.before-entry", "archive.after-entry"]
 
 
@@ -204,29 +207,33 @@ def test_job_ends_with_its_grace_though_the_store_hangs(tmp_path: Path) -> None:
             assert "is not archived, and is on this node's disk: it took too long" in cluster.output(0)
 
 
-@pytest.mark.soak  # one node reads for all in the first test; test_archive.py has the store
+@pytest.mark.soak  # test_attempt.py has the same with threads as nodes
 def test_empty_nodes_read_an_object_store_once(tmp_path: Path) -> None:
-    """The job's last checkpoint goes to a real S3 server; of three new nodes one reads it for all."""
-    with serve_s3() as port:
-        proxy = FaultProxy(port)
-        with proxy.serve() as front:
-            flags = ["--archive", f"s3://{BUCKET}/jobs", "--archive-every", "1h"]
-            with make_cluster(tmp_path / "first", ["n0", "n1"], *flags) as cluster:
-                cluster.env.update(s3_environment(front))
-                start(cluster, tmp_path / "log", epochs=1)
-                assert cluster.wait_exit() == [0, 0], cluster.output(0)
-                archived = cluster.events("archived")
-                assert [event["step"] for event in archived] == [10], cluster.output(0)
-            proxy.requests.clear()
-            with make_cluster(tmp_path / "second", ["x0", "x1", "x2"], *flags) as cluster:
-                cluster.env.update(s3_environment(front))
-                start(cluster, tmp_path / "log", epochs=2)
-                assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
-                resumed = cluster.events("resume")[0]
-                assert (resumed["step"], resumed["source_tier"]) == (10, "archive")
-                assert len(resumed["receiving_nodes"]) == 2
-            reads = [name for name in proxy.requests if name.startswith("GET") and "/parts/g" in name]
-            assert len(reads) == 1, proxy.requests
+    """The job's last checkpoint goes to a real S3 server; three new nodes read different blocks of it."""
+    with serve_s3() as port, contextlib.ExitStack() as stack:
+        proxies = [FaultProxy(port) for _ in range(3)]
+        fronts = [stack.enter_context(proxy.serve()) for proxy in proxies]
+        flags = ["--archive", f"s3://{BUCKET}/jobs", "--archive-every", "1h"]
+        with make_cluster(tmp_path / "first", ["n0", "n1"], *flags) as cluster:
+            cluster.env.update(s3_environment(port))
+            start(cluster, tmp_path / "log", *WIDE, epochs=1)
+            assert cluster.wait_exit() == [0, 0], cluster.output(0)
+            archived = cluster.events("archived")[-1]
+            assert archived["step"] == 10, cluster.output(0)
+        with make_cluster(tmp_path / "second", ["x0", "x1", "x2"], *flags) as cluster:
+            cluster.start(SCRIPT, "--step-log", str(tmp_path / "log"), "--epochs", "2", *WIDE, only=[])
+            for index, front in enumerate(fronts):
+                cluster.start_node(index, env=s3_environment(front))
+            assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+            resumed = cluster.events("resume")[0]
+            assert (resumed["step"], resumed["source_tier"]) == (10, "archive")
+            assert len(resumed["receiving_nodes"]) == 2
+        reads = [
+            [name for name in proxy.requests if name.startswith("GET") and "/parts/g" in name]
+            for proxy in proxies
+        ]
+        blocks = -(-int(archived["bytes"]) // BLOCK_BYTES)
+        assert sorted(map(len, reads)) == sorted(len(range(share, blocks, 3)) for share in range(3))
 
 
 def test_nodes_with_different_archives_do_not_start(tmp_path: Path) -> None:

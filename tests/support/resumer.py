@@ -3,7 +3,8 @@
 As a script it does so on a rank of real processes, and prints the result. Its argument is JSON: a list of
 cases, which the same processes do in turn. A case has "env", with a dict of variables for each rank, and
 "states_by_node": node -> {"memory": [generation, step], "disk": [[generation,
-step], ...], "flip": position of a flipped bit in the checkpoint (0 to 1), "slots": false, "fail": failpoints,
+step], ...], "archive": [generation, step], "flip": position of a flipped bit in the checkpoint (0 to 1),
+"flip_archived": block with a flipped bit, "slots": false, "fail": failpoints,
 "hurt": word of the slot's record that holds the position of a flipped bit, "value": value of all tensors}.
 By default the values follow from the step; BatchNorm's buffers follow from the node.
 """
@@ -13,14 +14,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from elastic_resume import constants, failpoints
+from elastic_resume.archive.archive import open_archive
 from elastic_resume.capture import direct_write
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest, Position
@@ -96,12 +101,29 @@ def make(place: RankContext, memory: SlotClient | None, states: dict[str, Any]) 
         with CheckpointTransaction(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
             writer.write(image)
             path = writer.commit(manifest)
+    if "archive" in states:
+        archive_state(place, *_copy(place, states["archive"], own, float(states["archive"][1])), states)
     if "flip" in states:
         with open(path / constants.STATE_FILE, "r+b") as file:
             file.seek(int(states["flip"] * len(image)))
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 1]))
+
+
+def archive_state(place: RankContext, manifest: Manifest, image: memoryview, states: dict[str, Any]) -> None:
+    """Archive a state as one part."""
+    archive = open_archive(place.settings.archive or "", place.settings.run_id)
+    attempt = archive.begin(manifest.version, secrets.token_hex(8))
+    assert attempt is not None
+    blocks = [image[start : start + BLOCK_BYTES] for start in range(0, len(image), BLOCK_BYTES)]
+    stored = bytearray(image)
+    if "flip_archived" in states:
+        stored[states["flip_archived"] * BLOCK_BYTES] ^= 1
+    archive.put_part(attempt.id, 0, memoryview(stored))
+    digests = tuple(map(xxhash.xxh3_128_hexdigest, blocks))
+    whole = replace(manifest, block_bytes=BLOCK_BYTES, blocks=digests)
+    archive.commit(attempt, whole.to_bytes(), len(blocks) * BLOCK_BYTES)
 
 
 def _copy(place: RankContext, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:

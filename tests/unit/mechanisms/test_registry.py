@@ -33,6 +33,9 @@ def test_agent_has_no_part_of_a_mechanism_without_its_setting(
         Mechanism(make_agent_part=make, needs_setting="place"),
     )
     monkeypatch.setattr(registry, "MECHANISMS", mechanisms)
-    context = AgentContext(*[cast("Any", None)] * 6, settings, *[cast("Any", None)] * 3)
+    nothing = cast("Any", None)
+    context = AgentContext(
+        *(nothing, nothing, nothing, nothing, nothing, nothing), settings, *(nothing, nothing, nothing)
+    )
     assert len(registry.make_agent_parts(context)) == len(made)
     assert found == made

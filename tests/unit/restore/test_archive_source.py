@@ -41,9 +41,10 @@ from elastic_resume.restore.sources import (
     take_further_inventory,
     take_inventory,
 )
+from elastic_resume.restore.transfer import BlockTable, SharedReading, receive
 from elastic_resume.slots.progress_page import ProgressPage
 from tests.support.archives import archive_step
-from tests.support.checkpoint_samples import RUN, save_checkpoint
+from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, save_checkpoint
 
 
 @pytest.fixture
@@ -90,9 +91,20 @@ def test_empty_node_resumes_newest_archived_checkpoint(tmp_path: Path, archive: 
     assert (plan.version, plan.source_tier, plan.generation) == ((3, 2), ARCHIVE, 4)
     state = plan.saved_state_for("x")
     assert state
-    opened = ArchiveSource(make_context(tmp_path), None).open(state)
-    assert [task.join() for task in opened.tasks] == [None]
-    assert bytes(opened.buffer.memory) == bytes(archive.read_image(archive.read_entry(2)))
+    source = ArchiveSource(make_context(tmp_path), None)
+    opened = source.open(state)
+    image = bytes(archive.read_image(archive.read_entry(2)))
+    assert opened.buffer.layout.total_bytes == len(image)
+    assert opened.reader
+    table = BlockTable(opened.buffer, SMALL_BLOCK)
+    receive(table, [], 0, SharedReading(opened.reader, (None,)))
+    assert bytes(opened.buffer.memory) == image
+    other = ArchiveSource(make_context(tmp_path), None).find_reader(opened.reader.key)
+    assert other
+    block = memoryview(bytearray(SMALL_BLOCK))
+    assert other.read_block(1, block) == table.get_digest(1)
+    assert bytes(block) == image[SMALL_BLOCK : 2 * SMALL_BLOCK]
+    assert source.find_reader(opened.reader.key[:-1]) is None, "another state has that number there"
 
 
 def test_resume_never_counts_archived_generations_only(tmp_path: Path, archive: Archive) -> None:
@@ -418,7 +430,8 @@ def test_damaged_and_deleted_checkpoints_fail_to_open(tmp_path: Path, archive: A
     content = bytearray(part.read_bytes())
     content[100] ^= 1
     part.write_bytes(content)
-    assert isinstance(source.open(state).tasks[-1].join(), CorruptError)
+    with pytest.raises(CorruptError, match="do not match their digest"):
+        source.open(state)
     source.give_up(state, "damaged")
     assert part.exists()
     with pytest.raises(UnreadableError, match="is not there any more"):

@@ -12,19 +12,21 @@ from typing import Any, NoReturn
 import pytest
 
 from elastic_resume import constants
+from elastic_resume.archive.archive import Archive
+from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.layout import header_size
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.console import ByteProgress
-from elastic_resume.errors import CorruptError, MachineError
+from elastic_resume.errors import CorruptError, MachineError, UnreadableError
 from elastic_resume.policy.resume_plan import SavedState
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.restore import attempt
 from elastic_resume.restore.attempt import RestoreAttempt, _StateLoader
-from elastic_resume.restore.sources import DiskSource, OpenedState
+from elastic_resume.restore.sources import ArchiveSource, DiskSource, OpenedState
 from elastic_resume.restore.streaming import StreamingBuffer
-from elastic_resume.restore.transfer import BlockServer, BlockTable
+from elastic_resume.restore.transfer import BlockReader, BlockServer, BlockTable
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.slot_memory import Slot
 from elastic_resume.state import state_dict
@@ -245,6 +247,49 @@ def test_ranks_restore_or_refuse(name: str, tmp_path: Path, monkeypatch: pytest.
     for key, value in case.env.items():
         monkeypatch.setenv(key, value)
     case.check(run_case(case, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("nodes", ["a", "aa", "aabc"])
+@pytest.mark.parametrize("broken", ["", "b", "c"])
+def test_nodes_read_an_archived_state_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, broken: str
+) -> None:
+    """Each block is read once, by different nodes; the first reads what a node of `broken` cannot."""
+    reads: list[tuple[str, int]] = []
+    find_reader, read_block = ArchiveSource.find_reader, Archive.read_block
+    nodes_by_archive = {}
+
+    def note_node(source: ArchiveSource, key: str) -> BlockReader | None:
+        nodes_by_archive[source._archive] = source._context.node
+        return find_reader(source, key)
+
+    def note_read(archive: Archive, archived: ArchivedCheckpoint, index: int, into: memoryview) -> None:
+        node = nodes_by_archive.get(archive, "a")
+        if node == broken:
+            raise UnreadableError("made up")
+        reads.append((node, index))
+        read_block(archive, archived, index, into)
+
+    monkeypatch.setattr(ArchiveSource, "find_reader", note_node)
+    monkeypatch.setattr(Archive, "read_block", note_read)
+    (tmp_path / "store").mkdir()
+    env = {"ELASTIC_RESUME_ARCHIVE": str(tmp_path / "store")}
+    for result in run_case(Case(nodes, {"a": {"archive": [1, 9]}}, env, lambda *_: None), tmp_path):
+        assert (result["source_node"], result["source_tier"], result["step"]) == ("a", "archive", 9)
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
+    others = sorted(set(nodes) - {"a", broken})
+    assert sorted(index for _, index in reads) == list(range(len(reads)))
+    assert sorted({node for node, _ in reads}) == ["a", *others]
+
+
+def test_archived_state_with_a_damaged_block_fails_on_all_nodes(tmp_path: Path) -> None:
+    """Whoever reads it; the next older state is taken."""
+    (tmp_path / "store").mkdir()
+    env = {"ELASTIC_RESUME_ARCHIVE": str(tmp_path / "store")}
+    states = {"a": {"disk": [[1, 5]], "archive": [1, 9], "flip_archived": 5}}
+    for result in run_case(Case("abc", states, env, lambda *_: None), tmp_path):
+        assert (result["source_node"], result["source_tier"], result["step"]) == ("a", "disk", 5)
+        assert "do not match their digest" in str(result["rejected"])
 
 
 @pytest.mark.parametrize("failing", ["open_for_peers", "BlockServer", "map_slot"])

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,10 @@ import pytest
 import xxhash
 
 from elastic_resume import constants, failpoints
-from elastic_resume.errors import CorruptError, MachineError, PeerFailedError
+from elastic_resume.errors import CorruptError, MachineError, PeerFailedError, UnreadableError
 from elastic_resume.restore import transfer
 from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
-from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable, receive
+from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable, SharedReading, receive
 from elastic_resume.slots import slot_memory
 from tests.support.processes import wait_for
 
@@ -33,10 +33,10 @@ class AskedBuffer(StreamingBuffer):
 
     asked = 0
 
-    def has_bytes_within(self, count: int, timeout_s: float) -> bool:
+    def wait_at_most(self, timeout_s: float, is_there: Callable[[], bool]) -> None:
         """See base class."""
         self.asked += 1
-        return super().has_bytes_within(count, timeout_s)
+        super().wait_at_most(timeout_s, is_there)
 
 
 class Proxy:
@@ -335,6 +335,129 @@ def test_receive_without_memory_raises_machine_error(serve: Serve, monkeypatch: 
 
 
 # ---- strangers ---------------------------------------------------------------------------------------
+
+
+class Store:
+    """A store of the state: it counts which node reads which block, and refuses those in ``broken``."""
+
+    key = "1"
+
+    def __init__(self, broken: Collection[str] = ()) -> None:
+        self.reads: list[tuple[str, int]] = []
+        self.broken = broken
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    def of(self, node: str) -> StoreReader:
+        """Return the reader of a node."""
+        return StoreReader(self, node)
+
+
+class StoreReader:
+    """What one node reads a `Store` with."""
+
+    key = "1"
+
+    def __init__(self, store: Store, node: str) -> None:
+        self._store, self._node = store, node
+
+    def read_block(self, index: int, into: memoryview) -> bytes:
+        """See BlockReader."""
+        self._store.is_open.wait(20)
+        self._store.reads.append((self._node, index))
+        if self._node in self._store.broken:
+            raise UnreadableError(f"the store refuses {self._node}")
+        into[:] = STATE[index * BLOCK : (index + 1) * BLOCK]
+        return xxhash.xxh3_128_digest(into)
+
+
+def read_together(
+    serve: Serve, store: Store, nodes: str, without_server: str = ""
+) -> tuple[dict[str, BlockTable], dict[str, BackgroundTask]]:
+    """Let nodes read the store together, the first one as the source; others find no server of some."""
+    buffers = {node: StreamingBuffer(memoryview(bytearray(len(STATE))), LocalWatermark()) for node in nodes}
+    servers = {node: serve(node, buffer) for node, buffer in buffers.items()}
+    for node in without_server:
+        servers[node].close()
+    tasks = {}
+    for node, server in servers.items():
+        others = [servers[other].sender for other in nodes if other != node]
+        sharing = tuple(None if other == node else servers[other].sender for other in nodes)
+        shared = SharedReading(store.of(node), sharing)
+        read = partial(receive, server.table, others, len(others), shared)
+        tasks[node] = BackgroundTask(node, read, server.table.buffer)
+    return {node: server.table for node, server in servers.items()}, tasks
+
+
+@pytest.mark.parametrize("nodes", ["a", "ab", "abc"])
+def test_nodes_read_a_store_together_and_each_block_once(serve: Serve, nodes: str) -> None:
+    """Each reads its share, and gets those of the others from them."""
+    store = Store()
+    tables, tasks = read_together(serve, store, nodes)
+    assert {node: task.join() for node, task in tasks.items()} == dict.fromkeys(nodes)
+    for table in tables.values():
+        assert_received(table)
+    assert sorted(store.reads) == sorted((nodes[index % len(nodes)], index) for index in range(COUNT))
+
+
+def test_blocks_that_are_there_are_not_read_again(serve: Serve) -> None:
+    """The source has read the header before it knows who helps."""
+    buffer = StreamingBuffer(memoryview(bytearray(STATE)), LocalWatermark(2 * BLOCK))
+    store, table = Store(), serve("a", buffer).table
+    receive(table, [], 0, SharedReading(store.of("a"), (None,)))
+    assert bytes(buffer.memory) == STATE
+    assert buffer.available_bytes() == len(STATE)
+    assert sorted(store.reads) == [("a", index) for index in range(2, COUNT)]
+
+
+@pytest.mark.parametrize("broken", ["b", "bc"])
+def test_source_reads_share_of_node_that_cannot(serve: Serve, broken: str) -> None:
+    """A node without credentials, say, costs no attempt: it gets its own share from the source too."""
+    store = Store(broken)
+    tables, tasks = read_together(serve, store, "abc")
+    assert {node: task.join() for node, task in tasks.items()} == dict.fromkeys("abc")
+    for table in tables.values():
+        assert_received(table)
+    good = [(node, index) for node, index in store.reads if node not in broken]
+    expected = {index: name if (name := "abc"[index % 3]) not in broken else "a" for index in range(COUNT)}
+    assert sorted(good) == sorted((node, index) for index, node in expected.items())
+
+
+def test_source_reads_share_of_node_that_cannot_be_reached(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And sends it to the third node, which cannot reach that node either."""
+    monkeypatch.setattr(transfer, "RECONNECT_PAUSE_S", 0.001)
+    store = Store()
+    tables, tasks = read_together(serve, store, "abc", without_server="b")
+    assert {node: task.join() for node, task in tasks.items()} == dict.fromkeys("abc")
+    for table in tables.values():
+        assert_received(table)
+    assert {("a", index) for index in range(1, COUNT, 3)} <= set(store.reads)
+
+
+def test_all_nodes_learn_at_once_that_the_source_cannot_read(serve: Serve) -> None:
+    """Its own error is that of the store; nobody waits for its share."""
+    _, tasks = read_together(serve, Store("a"), "abc")
+    errors = {node: task.join() for node, task in tasks.items()}
+    assert isinstance(errors["a"], UnreadableError)
+    assert str(errors["a"]) == "the store refuses a"
+    for node in "bc":
+        assert isinstance(errors[node], PeerFailedError)
+        assert str(errors[node]).startswith("a at ")
+
+
+def test_cancelled_reading_ends(serve: Serve) -> None:
+    """Threads that wait for the store, for a peer and for a block all end."""
+    store = Store()
+    store.is_open.clear()
+    tables, tasks = read_together(serve, store, "ab")
+    for table in tables.values():
+        table.buffer.cancel()
+    store.is_open.set()
+    errors = {node: task.join() for node, task in tasks.items()}
+    assert [type(error) for error in errors.values()] == [PeerFailedError, PeerFailedError]
+    assert len(store.reads) <= 2 * transfer.MAX_CONNECTIONS
 
 
 def test_stranger_gets_random_bytes_only(serve: Serve) -> None:
