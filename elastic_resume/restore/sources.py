@@ -418,7 +418,7 @@ class ArchiveSource:
 
         The result's ``reader`` reads the rest.
         """
-        reader = _ArchiveReader(self._archive, self._find(saved_state))
+        reader = ArchiveReader(self._archive, self._find(saved_state))
         manifest = reader.archived.manifest
         reserved = reserve_slot(self._slot_client, manifest) if self._context.is_local_leader else None
         tasks = []
@@ -436,7 +436,7 @@ class ArchiveSource:
         if not self._context.settings.archive:
             return None
         number, _ = key.split("/")
-        reader = _ArchiveReader(self._archive, self._archive.read_entry(int(number)))
+        reader = ArchiveReader(self._archive, self._archive.read_entry(int(number)))
         return reader if reader.key == key else None
 
     def name_of(self, saved_state: SavedState) -> str:
@@ -461,7 +461,7 @@ class ArchiveSource:
         raise UnreadableError(f"{self.name_of(saved_state)} is not there any more")
 
 
-class _ArchiveReader:
+class ArchiveReader:
     """Reads the blocks of an archived checkpoint."""
 
     def __init__(self, archive: Archive, archived: ArchivedCheckpoint) -> None:
