@@ -277,6 +277,7 @@ class _Agent:
                     self.node_dir,
                     self.lease_page,
                     self.scheduler_context,
+                    known_generation=max(part.find_generation() for part in parts) if parts else 0,
                     on_log=self.controller.on_rendezvous_event,
                     status_reporter=self._create_status_reporter(committer, parts),
                 ) as session,

@@ -301,14 +301,15 @@ def open_rendezvous(
     lease_page: LeasePage,
     scheduler_context: SchedulerContext,
     *,
+    known_generation: int,
     on_log: Callable[[EmitEvent], None],
     status_reporter: StatusReporter,
 ) -> Iterator[RendezvousSession]:
     """Listen for other nodes and hold this node's membership within the context.
 
     However the context ends, short of SIGKILL, the other nodes get a leave notice. The name of
-    ``node_dir`` is the node's, and this process owns it. ``on_log`` takes each event of the rendezvous, in a
-    thread of its own.
+    ``node_dir`` is the node's, and this process owns it. ``known_generation`` is the newest that is known of
+    the job elsewhere. ``on_log`` takes each event of the rendezvous, in a thread of its own.
 
     Raises:
         ConfigError: an address is wrong, or another program uses its port.
@@ -335,15 +336,16 @@ def open_rendezvous(
         interface = find_interface(listen_endpoint.host, rendezvous_config.endpoints)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-    # On a shared disk workers count the generations of other machines' earlier starts too. Events of agents
-    # and workers have the same numbers if one node's agent does so.
+    # Workers count the generations of other machines' earlier starts too, of a shared disk and the archive.
+    # Events of agents and workers have the same numbers if one node's agent does so.
     is_first = scheduler_context.node_order == 0
+    of_disk = node_dir.read_generation_of_run() if is_first else node_dir.read_generation()
     client = RendezvousClient(
         rendezvous_config,
         listen_endpoint,
         node=node,
         state_file=state_file,
-        max_generation=node_dir.read_generation_of_run() if is_first else node_dir.read_generation(),
+        max_generation=max(of_disk, known_generation),
         lease=lease_page,
         on_log=on_log,
         topics=TOPICS,

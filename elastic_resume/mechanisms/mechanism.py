@@ -99,6 +99,10 @@ class AgentPart:
     def update(self, client: RendezvousClient) -> object:
         """Act once a second; return the node's `StatusMember`, or None."""
 
+    def find_generation(self) -> int:
+        """Return the newest generation of the job that this part knows of; before `start`."""
+        return 0
+
     def start(self, client: RendezvousClient) -> None:
         """Begin, before the node joins a view."""
 

@@ -89,10 +89,12 @@ class Inventory:
     """The saved states of one node, and what it knows of earlier generations.
 
     ``committed_generation`` is the newest generation that had a checkpoint on this node, even if it has been
-    deleted. ``archive`` is the address that it was given, empty without one. ``resume_from`` is its request
-    to go back; see `going_back`. ``has_restarted`` (this start has resumed before) and ``command`` (script
-    and arguments of the last start) concern the start. The last three are for `proof`: whether the node wants
-    one, with any number of ranks too, and the version of the newest state that was to be computed again.
+    deleted. ``own_generation`` is the newest of this job that has ended; ``generation`` counts all that the
+    node has seen. ``archive`` is the address that it was given, empty without one. ``resume_from`` is its
+    request to go back; see `going_back`. ``has_restarted`` (this start has resumed before) and ``command``
+    (script and arguments of the last start) concern the start. The last three are for `proof`: whether the
+    node wants one, with any number of ranks too, and the version of the newest state that was to be computed
+    again.
     """
 
     node: str
@@ -101,6 +103,7 @@ class Inventory:
     rejected: tuple[RejectedState, ...] = ()
     generation: int = 0
     committed_generation: int = 0
+    own_generation: int = 0
     archive: str = ""
     resume_from: str = ""
     last_step: int = 0  # newest step that the node's workers finished, in last_generation
@@ -376,6 +379,30 @@ def judge_archive_error(error: RejectedState, waited_s: float, patience_s: float
         f"nodes: {sentence} Nothing was changed; run the same command again when the archive is back.",
         kind=error.archive_error,
     )
+
+
+def drop_foreign_states(inventories: Sequence[Inventory]) -> tuple[list[Inventory], SavedState | None]:
+    """Return the inventories without archived states of another job, and the newest of those states.
+
+    A job that has trained in this start knows its generations. A newer one in the archive is of another job
+    with its run id, whose start has counted on from what this one had archived.
+    """
+    own = max(each.own_generation for each in inventories)
+    foreign = [
+        state
+        for each in inventories
+        for state in each.saved_states
+        if state.tier == ARCHIVE and state.generation > own
+    ]
+    has_trained = any(each.has_restarted for each in inventories)
+    has_own = any(state.tier != ARCHIVE for each in inventories for state in each.saved_states)
+    if not foreign or not (own and has_trained and has_own):
+        return list(inventories), None
+    kept = [
+        replace(each, saved_states=tuple(state for state in each.saved_states if state not in foreign))
+        for each in inventories
+    ]
+    return kept, max(foreign, key=lambda state: state.moment)
 
 
 def add_states(inventory: Inventory, more: Inventory) -> Inventory:

@@ -23,6 +23,8 @@ GENERATION_EVENT_KINDS = frozenset(
     {"generation-start", "resume", "worker-start", "step", "commit", "commit-failed", "busy", "failure"}
     | {"run-end", "worker-exit"}
 )
+# A node that receives or reads an older state commits it, with the generation that has saved it.
+COMMIT_KINDS = frozenset({"commit", "commit-failed"})
 MAX_GENERATION = 1 << 23  # a snapshot id has no room for a greater one
 _STARTS = frozenset({"generation-start", "worker-start"})
 _AGENT_KINDS = frozenset({"agent-start", "agent-end"})

@@ -33,6 +33,7 @@ from elastic_resume.policy.failure_classification import (
 from elastic_resume.policy.reasons import ViewEnd, from_json
 from elastic_resume.rendezvous.core.interface import EventReason
 from elastic_resume.report.event_log import (
+    COMMIT_KINDS,
     GENERATION_EVENT_KINDS,
     EventTimeline,
     GenerationFinder,
@@ -225,7 +226,7 @@ class _GenerationRecord:
             self.node_ranks.setdefault(event.node, MAX_COUNT_VALUE)
             if event.step is not None:
                 self.last_step = max(event.step, self.last_step or 0)
-            if kind not in {"commit", "commit-failed"}:  # the committer may outlive the generation
+            if kind not in COMMIT_KINDS:  # the committer may outlive the generation
                 self.last_t = max(t, self.last_t)
         if kind == "generation-start":
             rank = event.get_count("node_rank")
@@ -306,7 +307,7 @@ class GenerationTracker:
         if not number or number <= self._newest_evicted:
             return
         if number not in self._records:
-            if event.kind not in GENERATION_EVENT_KINDS:
+            if event.kind not in GENERATION_EVENT_KINDS - COMMIT_KINDS:
                 return
             self._records[number] = _GenerationRecord(number, event.t, event.t)
             if len(self._records) > self._max_generations:

@@ -25,7 +25,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -46,10 +46,18 @@ from elastic_resume.errors import (
     MachineError,
     MismatchError,
     OtherRankFailedError,
+    UnreadableError,
     UntrackableError,
 )
 from elastic_resume.policy import going_back, proof, reasons, resume_plan
-from elastic_resume.policy.resume_plan import DISK, Inventory, ResumePlan, SavedState
+from elastic_resume.policy.resume_plan import (
+    ARCHIVE,
+    DISK,
+    Inventory,
+    RejectedState,
+    ResumePlan,
+    SavedState,
+)
 from elastic_resume.proof import record
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
@@ -149,10 +157,9 @@ def restore(
     inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]
     _check_archives(context, inventories)
     failpoints.hit("resume.planned")
+    wait = _ArchiveWait(context)
     while True:
-        inventories = _await_archive(context, sources, inventories)
-        if request := going_back.find_due_request(inventories, context.settings.resume):
-            inventories = _list_more(context, sources, inventories, request)
+        inventories = _list_all_that_counts(context, sources, inventories, wait)
         plan = proof.plan_resume(inventories, context.settings.resume, context.collectives.size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
@@ -172,7 +179,11 @@ def restore(
             continue
         if loaded is not None and not failures:
             loaded.publish_slot(slot_client)
+            wait.end()
             break
+        if (error := _find_archive_failure(plan, sources, inventories, failures)) is not None:
+            wait.pause(error)
+            continue
         inventories = _exclude_failed_states(context, plan, sources, inventories, failures)
         inventories = _list_more(context, sources, inventories)
     failpoints.hit("resume.loaded")
@@ -303,49 +314,102 @@ def _check_archives(context: RankContext, inventories: list[Inventory]) -> None:
         logger.warning(f"{text} The job has trained with it, and goes on.")
 
 
-def _await_archive(
-    context: RankContext, sources: Mapping[str, StateSource], inventories: list[Inventory]
-) -> list[Inventory]:
-    """Wait while the archive cannot be read, unless the job has trained in this start; else log that.
+class _ArchiveWait:
+    """How long a restore has waited for the archive, over all of its attempts; on all ranks."""
 
-    The first generation of a start needs it even if a node holds a state, since an older disk would go back.
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._started_at: float | None = None
+        self._logged_at, self._pause_s = -math.inf, 1.0
 
-    All ranks decide alike: by the inventories, and by the time that rank 0 has waited.
-
-    Raises:
-        ArchiveError: waiting does not mend it, or took too long.
-
-    """
-    is_first = context.collectives.rank == 0
-    started_at, logged_at, pause_s = time.monotonic(), -math.inf, 1.0
-    error, inventories = resume_plan.split_archive_error(inventories)
-    while error is not None:
-        has_trained = any(each.has_restarted for each in inventories)
-        if has_trained and any(each.saved_states for each in inventories):
-            if is_first:
-                logger.warning(
-                    "the archive cannot be read, so only what nodes hold is resumed: %s", error.reason
-                )
-            return inventories
-        waited_s = context.collectives.broadcast_json(time.monotonic() - started_at, 0)
+    def pause(self, error: RejectedState) -> None:
+        """Wait before the next attempt. Raises ArchiveError if waiting does not mend it, or took too long."""
+        is_first = self._context.collectives.rank == 0
+        self._started_at = self._started_at or time.monotonic()
+        # All ranks decide alike, by the time that rank 0 has waited.
+        waited_s = self._context.collectives.broadcast_json(time.monotonic() - self._started_at, 0)
         if (end := resume_plan.judge_archive_error(error, waited_s, ARCHIVE_PATIENCE_S)) is not None:
             raise end
         if is_first:
-            if time.monotonic() - logged_at >= ARCHIVE_LOG_INTERVAL_S:
-                logged_at = time.monotonic()
-                context.events.emit("archive-wait", seconds=round(waited_s, 1), error=error.reason)
+            if time.monotonic() - self._logged_at >= ARCHIVE_LOG_INTERVAL_S:
+                self._logged_at = time.monotonic()
+                self._context.events.emit("archive-wait", seconds=round(waited_s, 1), error=error.reason)
                 logger.warning(
                     "the archive cannot be read, and may hold a newer state than the nodes: the start waits "
                     "for it, %.0f min at most: %s",
                     (ARCHIVE_PATIENCE_S - waited_s) / 60,
                     error.reason,
                 )
-            time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 30.0)
-        error, inventories = resume_plan.split_archive_error(_list_more(context, sources, inventories))
-    if is_first and logged_at > -math.inf:
-        logger.info("the archive can be read again.")
+            time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, 30.0)
+
+    def end(self) -> None:
+        """Log that the state was restored after all."""
+        if self._logged_at > -math.inf:
+            logger.info("the archive can be read again.")
+
+
+def _await_archive(
+    context: RankContext,
+    sources: Mapping[str, StateSource],
+    inventories: list[Inventory],
+    wait: _ArchiveWait,
+    request: str = "",
+) -> list[Inventory]:
+    """Wait while the archive cannot be read, unless the job has trained in this start; else log that.
+
+    The first generation of a start needs it even if a node holds a state, since an older disk would go back.
+    So does each ``request`` to go back: a state of that name on a node may be another one.
+
+    Raises:
+        ArchiveError: waiting does not mend it, or took too long.
+
+    """
+    error, inventories = resume_plan.split_archive_error(inventories)
+    while error is not None:
+        if not request and _can_go_on_without_archive(inventories):
+            if context.collectives.rank == 0:
+                logger.warning(
+                    "the archive cannot be read, so only what nodes hold is resumed: %s", error.reason
+                )
+            return inventories
+        wait.pause(error)
+        error, inventories = resume_plan.split_archive_error(
+            _list_more(context, sources, inventories, request)
+        )
     return inventories
+
+
+def _list_all_that_counts(
+    context: RankContext,
+    sources: Mapping[str, StateSource],
+    inventories: list[Inventory],
+    wait: _ArchiveWait,
+) -> list[Inventory]:
+    """Complete the inventories: by the archive, and by what a request to go back may mean."""
+    inventories = _await_archive(context, sources, inventories, wait)
+    if request := going_back.find_due_request(inventories, context.settings.resume):
+        inventories = _list_more(context, sources, inventories, request)
+        inventories = _await_archive(context, sources, inventories, wait, request)
+    return _drop_foreign_states(context, inventories)
+
+
+def _can_go_on_without_archive(inventories: Sequence[Inventory]) -> bool:
+    """Return whether the job has trained in this start, and a node holds a state."""
+    states = (state for each in inventories for state in each.saved_states)
+    return any(each.has_restarted for each in inventories) and any(s.tier != ARCHIVE for s in states)
+
+
+def _drop_foreign_states(context: RankContext, inventories: list[Inventory]) -> list[Inventory]:
+    """Leave out what another job of the same run id has archived meanwhile."""
+    kept, foreign = resume_plan.drop_foreign_states(inventories)
+    if foreign is not None and context.collectives.rank == 0:
+        logger.warning(
+            f"the archive has step {foreign.step} of generation {foreign.generation}, which another job with "
+            f"the run id {context.settings.run_id} has put there. This job goes on from its own state. Stop "
+            "one of them, or give it another --rdzv-id."
+        )
+    return kept
 
 
 def _check_disk_space(
@@ -391,6 +455,26 @@ def _find_earlier_command(plan: ResumePlan, inventories: list[Inventory]) -> tup
 
 
 # ---- failed states -----------------------------------------------------------------------------------
+
+
+def _find_archive_failure(
+    plan: ResumePlan,
+    sources: Mapping[str, StateSource],
+    inventories: Sequence[Inventory],
+    failures: NodeFailures,
+) -> RejectedState | None:
+    """Return why the archived state of the plan cannot be read now, if the start has to wait for it.
+
+    Any other state is an older one.
+    """
+    kind, reason = failures.get(plan.source_node, ("", ""))
+    state = plan.saved_state_for(plan.source_node)
+    is_archived = state is not None and state.tier == ARCHIVE and kind == UnreadableError.kind
+    if state is None or not is_archived or _can_go_on_without_archive(inventories):
+        return None
+    name = sources[ARCHIVE].name_of(state)
+    reason = f"{name}: {reason}"
+    return RejectedState(plan.source_node, name, reason, state.version, kind, archive_error="unavailable")
 
 
 def _exclude_failed_states(

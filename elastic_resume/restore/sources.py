@@ -35,6 +35,7 @@ from elastic_resume.errors import (
     CheckpointError,
     ForeignError,
     NewerFormatError,
+    TornError,
     UnreadableError,
 )
 from elastic_resume.policy import going_back
@@ -378,6 +379,9 @@ class ArchiveSource:
                     )
                 )
             found = self._archive.read_checkpoints(numbers - self._listed)
+            for entry in found:
+                if isinstance(entry, BadEntry) and isinstance(entry.error.__cause__, ArchiveError):
+                    raise entry.error.__cause__  # it may be the newest
         except ArchiveError as error:
             return self._describe_failure(error)
         self._done |= {request, ""}
@@ -458,7 +462,7 @@ class ArchiveSource:
             raise UnreadableError(str(error)) from error
         for number in numbers:
             return self._archive.read_entry(number)
-        raise UnreadableError(f"{self.name_of(saved_state)} is not there any more")
+        raise TornError(f"{self.name_of(saved_state)} is not there any more")
 
 
 class ArchiveReader:
@@ -509,6 +513,7 @@ def take_inventory(
         saved_states=tuple(state for each in listings for state in each.saved_states),
         rejected=tuple(state for each in listings for state in each.rejected),
         generation=max(known),
+        own_generation=max(generation, rank_context.assigned_generation() - 1),
         resume_from=context.settings.resume_from or "",
         committed_generation=node_dir.read_committed_generation(context.node_dir),
         archive=context.settings.archive,

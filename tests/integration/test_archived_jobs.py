@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import time
@@ -87,6 +88,11 @@ def test_job_goes_on_from_archive_when_all_nodes_and_disks_are_gone(tmp_path: Pa
         )  # fmt: skip
         assert f"resumed at step {max(steps)} (epoch " in cluster.output(0)
         assert "archived checkpoint of generation 1, sent to x1" in cluster.output(0)
+        started = cluster.events("generation-start") + cluster.events("worker-start")
+        assert {event["generation"] for event in started} == {2}, "agents and workers count alike"
+        report = cluster.report_text()
+        assert "No failure" in report, report
+        assert re.findall(r"^ +(\d+)  x0 x1 ", report, re.MULTILINE) == ["2"], report
     assert read_archive(tmp_path)[0] == (2, EPOCHS * 10), "the last checkpoint is archived too"
     with make_cluster(tmp_path / "calm" / "job", ["n0", "n1"]) as cluster:
         start(cluster, tmp_path / "calm" / "log")

@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 RETRY_S = 60.0  # after a defect
+MAX_QUERY_S = 5.0
 MAX_KEPT = 2
 MAX_NAMED = 4
 """So many of the newest checkpoints, and of the oldest milestones, stay open beside what is uploaded."""
@@ -124,6 +125,20 @@ class ArchiveUploader(AgentPart):
         self._archived_events: ArchivedVersion | None = None  # `put_events` was called after it
 
     # ---- the agent's other threads --------------------------------------------------------------------
+
+    def find_generation(self) -> int:
+        """See AgentPart. Without an answer within `MAX_QUERY_S`, agents count without the archive."""
+        found = [0]
+
+        def ask() -> None:
+            with contextlib.suppress(ArchiveError):
+                newest = self._writer.archive.find_newest()
+                found.append(newest[0] if newest else 0)
+
+        thread = threading.Thread(target=ask, name="elastic-resume-archive-query", daemon=True)
+        thread.start()
+        thread.join(MAX_QUERY_S)
+        return found[-1]
 
     def start(self, client: RendezvousClient) -> None:
         """Take offers of checkpoints, beginning with the newest on the disk."""

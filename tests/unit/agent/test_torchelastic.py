@@ -179,7 +179,7 @@ def test_strict_job_keeps_its_votes_across_a_requeue(
     with (
         pytest.raises(NodeFileError),
         torchelastic.open_rendezvous(
-            config, node_dir, Mock(), context, on_log=Mock(), status_reporter=Mock()
+            config, node_dir, Mock(), context, known_generation=0, on_log=Mock(), status_reporter=Mock()
         ),
     ):
         pass

@@ -20,6 +20,7 @@ from elastic_resume.policy.resume_plan import (
     SavedState,
     Senders,
     choose_resume_plan,
+    drop_foreign_states,
     judge_archive_error,
     plan_senders,
     reject_saved_state,
@@ -399,3 +400,29 @@ def test_start_waits_for_an_archive_only_if_waiting_may_mend_it(
         assert raised.is_deterministic
         assert str(raised).count(sentence) == 1
         assert "resume never" not in str(raised)
+
+
+@pytest.mark.parametrize(
+    ("has_restarted", "own_generation", "tiers", "dropped"),
+    [
+        (True, 2, (MEMORY, ARCHIVE), True),
+        (True, 3, (MEMORY, ARCHIVE), False),
+        (True, 0, (MEMORY, ARCHIVE), False),
+        (False, 2, (DISK, ARCHIVE), False),
+        (True, 2, (DISK, DISK), False),
+        (True, 2, (ARCHIVE, ARCHIVE), False),
+    ],
+)
+def test_archived_state_of_another_job_is_dropped_by_a_job_that_trains(
+    has_restarted: bool, own_generation: int, tiers: tuple[str, str], dropped: bool
+) -> None:
+    """Its generation is one that this job has not had. Without a state of its own, the job may take it."""
+    own, other = SavedState("a", 2, 43, 0, tiers[0]), SavedState("b", 3, 22, 0, tiers[1])
+    inventories = [
+        Inventory("a", 0, (own, other), generation=3, own_generation=own_generation),
+        Inventory("c", 1, (), generation=3, own_generation=1, has_restarted=has_restarted),
+    ]
+    kept, foreign = drop_foreign_states(inventories)
+    assert foreign == (other if dropped else None)
+    assert kept[0].saved_states == ((own,) if dropped else (own, other))
+    assert kept[0].generation == 3, "the next generation is newer than that of the other job"

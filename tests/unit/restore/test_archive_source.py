@@ -23,7 +23,7 @@ from elastic_resume.errors import (
     ConfigError,
     CorruptError,
     NoValidCheckpointError,
-    UnreadableError,
+    TornError,
 )
 from elastic_resume.events import EventLog
 from elastic_resume.milestone import Milestone
@@ -152,7 +152,7 @@ def await_archive(tmp_path: Path, *, has_restarted: bool = False) -> list[Invent
     sources = list_sources(context, None)
     page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
     own = replace(take_inventory(context, sources, page, 0), has_restarted=has_restarted)
-    return coordinator._await_archive(context, sources, [own])
+    return coordinator._await_archive(context, sources, [own], coordinator._ArchiveWait(context))
 
 
 def test_start_without_a_state_waits_while_the_archive_is_away(
@@ -174,10 +174,9 @@ def test_start_without_a_state_waits_while_the_archive_is_away(
     assert pauses == [1, 2, 4]
     assert [state.version for state in own.saved_states] == [(3, 2)]
     assert own.rejected == ()
-    (waits, works) = [record.getMessage() for record in caplog.records if "archive" in record.getMessage()]
+    (waits,) = [record.getMessage() for record in caplog.records if "archive" in record.getMessage()]
     assert "the start waits for it, 10 min at most: " in waits
     assert "check that the file system is mounted" in waits
-    assert works == "the archive can be read again."
 
 
 def test_start_ends_once_it_has_waited_long_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +198,47 @@ def test_restart_with_a_state_does_not_wait(
     (own,) = await_archive(tmp_path, has_restarted=True)
     assert [state.version for state in own.saved_states] == [(3, 1)]
     assert "the archive cannot be read, so only what nodes hold is resumed: " in caplog.text
+
+
+def test_start_waits_while_the_newest_entry_cannot_be_read(
+    tmp_path: Path, archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log can be listed, and an older entry be read. The newest may have a newer state."""
+    del archive
+    newest = find_entry(tmp_path, 2)
+    newest.rename(tmp_path / "entry")
+    newest.symlink_to(newest.name)
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            newest.unlink()
+            (tmp_path / "entry").rename(newest)
+
+    monkeypatch.setattr("elastic_resume.restore.coordinator.time.sleep", sleep)
+    (own,) = await_archive(tmp_path)
+    assert pauses == [1, 2]
+    assert max(state.version for state in own.saved_states) == (3, 2)
+
+
+def test_request_to_go_back_waits_for_the_archive_though_a_node_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a job that has trained: the archived state of that name may be another one."""
+    break_archive(tmp_path)
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    save_checkpoint(tmp_path / RUN / "x", 3, 1)
+    context = make_context(tmp_path)
+    sources = list_sources(context, None)
+    page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+    own = replace(take_inventory(context, sources, page, 0), has_restarted=True, resume_from="1")
+    monkeypatch.setattr(coordinator, "ARCHIVE_PATIENCE_S", 0.0)
+    wait = coordinator._ArchiveWait(context)
+    with pytest.raises(ArchiveOutageError, match="may hold a newer state than the nodes"):
+        coordinator._list_all_that_counts(context, sources, [own], wait)
+    (listed,) = coordinator._list_all_that_counts(context, sources, [replace(own, resume_from="")], wait)
+    assert [state.version for state in listed.saved_states] == [(3, 1)]
 
 
 def test_first_start_waits_though_an_old_disk_has_a_state(
@@ -434,6 +474,6 @@ def test_damaged_and_deleted_checkpoints_fail_to_open(tmp_path: Path, archive: A
         source.open(state)
     source.give_up(state, "damaged")
     assert part.exists()
-    with pytest.raises(UnreadableError, match="is not there any more"):
+    with pytest.raises(TornError, match="is not there any more"):
         source.open(replace(state, step=9))
     del archive

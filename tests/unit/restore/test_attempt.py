@@ -22,7 +22,7 @@ from elastic_resume.console import ByteProgress
 from elastic_resume.errors import CorruptError, MachineError, UnreadableError
 from elastic_resume.policy.resume_plan import SavedState
 from elastic_resume.ranks.collectives import Collectives
-from elastic_resume.restore import attempt
+from elastic_resume.restore import attempt, coordinator
 from elastic_resume.restore.attempt import RestoreAttempt, _StateLoader
 from elastic_resume.restore.sources import ArchiveSource, DiskSource, OpenedState
 from elastic_resume.restore.streaming import StreamingBuffer
@@ -280,6 +280,36 @@ def test_nodes_read_an_archived_state_together(
     others = sorted(set(nodes) - {"a", broken})
     assert sorted(index for _, index in reads) == list(range(len(reads)))
     assert sorted({node for node, _ in reads}) == ["a", *others]
+
+
+def test_start_waits_for_an_archived_state_that_cannot_be_read_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The older one on a disk would lose steps; after minutes the start ends, and nothing has changed."""
+    (tmp_path / "store").mkdir()
+    env = {"ELASTIC_RESUME_ARCHIVE": str(tmp_path / "store")}
+    states = {"a": {"disk": [[1, 5]], "archive": [1, 9]}}
+    failures = iter([True] * 3)
+    read_block = Archive.read_block
+
+    def fail(archive: Archive, archived: ArchivedCheckpoint, index: int, into: memoryview) -> None:
+        if next(failures, False):
+            raise UnreadableError("503 SlowDown")
+        read_block(archive, archived, index, into)
+
+    monkeypatch.setattr(Archive, "read_block", fail)
+    monkeypatch.setattr("elastic_resume.restore.coordinator.time.sleep", lambda _: None)
+    caplog.set_level("INFO", "elastic_resume")
+    for result in run_case(Case("ab", states, env, lambda *_: None), tmp_path):
+        assert (result["source_tier"], result["step"], result["rejected"]) == ("archive", 9, [])
+    assert "the start waits for it, 10 min at most: g000001-s0000000009 (in the archive): 503" in caplog.text
+    assert "the archive can be read again." in caplog.text
+    failures = iter([True] * 3)
+    monkeypatch.setattr(coordinator, "ARCHIVE_PATIENCE_S", 0.0)
+    states = {"c": {"disk": [[1, 5]], "archive": [2, 9]}}
+    for result in run_case(Case("cd", states, env, lambda *_: None), tmp_path):
+        assert "the archive could not be read for 0 min" in result["error"]
+        assert result["disk"] in ([[1, 5]], [])
 
 
 def test_archived_state_with_a_damaged_block_fails_on_all_nodes(tmp_path: Path) -> None:
