@@ -155,7 +155,7 @@ class ArchiveError(ElasticResumeError):
     Raised by commands that are given an archive's address, and by `er.resume` if no node holds a state. An
     agent that uploads logs it and tries again; training continues. The text names the cause and the remedy.
     ``kind`` is credentials, forbidden, missing-bucket, region, quota, clock-skew, frozen, unavailable, slow,
-    cut, unsupported or second-writer.
+    cut, unsupported, misplaced or second-writer.
     """
 
     is_deterministic = False

@@ -88,13 +88,32 @@ def _ignore_progress(_: int) -> None:
     pass
 
 
+def list_names(store: Store) -> list[str]:
+    """Return the names of what is directly below an archive's address, such as runs.
+
+    Raises:
+        ArchiveError: it cannot be listed, or the address is that of one run: a job would begin an archive
+            within it.
+
+    """
+    names = [stored.name for stored in store.list("") if stored.is_prefix]
+    if {"log", "parts"} <= set(names):
+        raise ArchiveError(
+            f"{store.description} is the address of one run of an archive: give --archive what stands before "
+            "the run's name.",
+            kind="misplaced",
+        )
+    return names
+
+
 def try_store(store: Store) -> bool:
     """Put, get, list and delete an object; return whether the store can create one only if there is none.
 
     Raises:
-        ArchiveError: a request fails, or its answer is wrong.
+        ArchiveError: a request fails, or its answer is wrong; or the address is that of one run.
 
     """
+    list_names(store)
     directory, name, data = ".doctor", secrets.token_hex(8), secrets.token_bytes(1000)
     path = f"{directory}/{name}"
     store.put(path, data)
@@ -140,6 +159,10 @@ class Archive:
         names = self._store.list(f"{self.run_id}/log")
         numbers = [entries.parse_number(stored.name) for stored in names if not stored.is_prefix]
         return sorted((number for number in numbers if number is not None), reverse=True)
+
+    def list_other_names(self) -> list[str]:
+        """Return what is beside this run; see `list_names`."""
+        return [name for name in list_names(self._store) if name != self.run_id]
 
     def read_entry(self, number: int) -> ArchivedCheckpoint:
         """Read one entry of the log.

@@ -60,6 +60,7 @@ from elastic_resume.slots.slot_memory import Slot
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN_STEP = 1 << 40
+MAX_NAMES_SHOWN = 8
 MAX_QUERY_S = 2.0  # of a job that has trained in this start, which recovers in less
 # Limit per directory, newest first. Older ones matter after 64 corrupt ones, or if the user asks for one.
 MAX_LISTED_STATES = 64
@@ -325,6 +326,7 @@ class ArchiveSource:
         """Begin to ask how new the archive is."""
         self._context, self._slot_client = context, slot_client
         self._newest: Moment | None = None
+        self._other_names: list[str] = []  # beside a run that has archived nothing
         self._query: BackgroundTask | None = None
         self._entries: dict[SavedState, ArchivedCheckpoint] = {}
         self._listed: set[int] = set()
@@ -338,7 +340,10 @@ class ArchiveSource:
         return open_archive(settings.archive or "", settings.run_id)
 
     def _find_newest(self) -> None:
-        self._newest = self._archive.find_newest()
+        newest = self._archive.find_newest()
+        if newest is not None and not any(newest):
+            self._other_names = self._archive.list_other_names()
+        self._newest = newest
 
     def list_states(self, held: Sequence[SavedState] = ()) -> Listing:
         """List the newest entries, if one of them is newer than all that this node holds.
@@ -359,6 +364,8 @@ class ArchiveSource:
             return self._describe_failure(error)
         if error is not None:
             raise error
+        if newest is not None and not any(newest) and launcher != rank_context.launcher_id():
+            self._log_that_it_is_empty()
         is_unneeded = self._context.settings.resume == "never" or any(
             s.moment >= newest for s in held if newest
         )
@@ -387,6 +394,13 @@ class ArchiveSource:
         self._done |= {request, ""}
         self._listed |= numbers
         return self._describe(found)
+
+    def _log_that_it_is_empty(self) -> None:
+        """Log it at a start: with another run id or address it may not be."""
+        others = ", ".join(self._other_names[:MAX_NAMES_SHOWN])
+        has = f" It has: {others}." if others else ""
+        settings = self._context.settings
+        logger.info(f"the archive {settings.archive} has nothing of a run {settings.run_id!r} yet.{has}")
 
     def _describe(self, found: Sequence[ArchivedCheckpoint | BadEntry]) -> Listing:
         good = [entry for entry in found if isinstance(entry, ArchivedCheckpoint)]

@@ -152,6 +152,18 @@ def test_history_sums_over_generations() -> None:
     assert report.outcome == "finished"
 
 
+def test_commit_of_a_restored_state_makes_no_generation() -> None:
+    """An empty node commits what it has got from the archive, with the generation that had saved it."""
+    job = Job(generation=3)
+    job.agents(98, "n0")
+    job.begin(100, 12, "n0")
+    job.add(101, "commit", "n0", generation=2, step=12)
+    job.finish(110, 20)
+    report = build(job.events)
+    assert [row.number for row in report.generations] == [4]
+    assert (report.num_incidents, report.outcome) == (0, "finished")
+
+
 def test_report_lists_source_and_rejected_states() -> None:
     """It says what a generation started from, what was sent, and what was rejected and why."""
     job = Job().begun()

@@ -19,6 +19,7 @@ from elastic_resume.archive.entries import MAX_ENTRY_BYTES, MAX_LINE_BYTES
 from elastic_resume.archive.store import StoredName
 from elastic_resume.config import Settings
 from elastic_resume.errors import (
+    ArchiveError,
     ArchiveOutageError,
     ConfigError,
     CorruptError,
@@ -239,6 +240,26 @@ def test_request_to_go_back_waits_for_the_archive_though_a_node_has_that_name(
         coordinator._list_all_that_counts(context, sources, [own], wait)
     (listed,) = coordinator._list_all_that_counts(context, sources, [replace(own, resume_from="")], wait)
     assert [state.version for state in listed.saved_states] == [(3, 1)]
+
+
+def test_start_refuses_the_address_of_a_run(tmp_path: Path, archive: Archive) -> None:
+    """It is what the log shows; the job would find nothing there, and start over."""
+    del archive
+    (tmp_path / "store").rename(tmp_path / "stored")
+    (tmp_path / "stored" / RUN).rename(tmp_path / "store")
+    with pytest.raises(ArchiveError, match=r"store is the address of one run of an archive: give --archive"):
+        await_archive(tmp_path)
+
+
+def test_start_says_that_the_archive_has_nothing_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong run id or address looks like a new job otherwise."""
+    (tmp_path / "store" / "trian").mkdir(parents=True)
+    caplog.set_level("INFO", "elastic_resume")
+    await_archive(tmp_path)
+    expected = f"the archive {tmp_path}/store has nothing of a run {RUN!r} yet. It has: trian."
+    assert expected in [record.getMessage() for record in caplog.records]
 
 
 def test_first_start_waits_though_an_old_disk_has_a_state(
