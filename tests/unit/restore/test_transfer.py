@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import socket
 import threading
 import time
@@ -372,7 +373,11 @@ class StoreReader:
 
 
 def read_together(
-    serve: Serve, store: Store, nodes: str, without_server: str = ""
+    serve: Serve,
+    store: Store,
+    nodes: str,
+    without_server: str = "",
+    connect: Callable[[BlockSender], BlockSender] = lambda sender: sender,
 ) -> tuple[dict[str, BlockTable], dict[str, BackgroundTask]]:
     """Let nodes read the store together, the first one as the source; others find no server of some."""
     buffers = {node: StreamingBuffer(memoryview(bytearray(len(STATE))), LocalWatermark()) for node in nodes}
@@ -381,8 +386,8 @@ def read_together(
         servers[node].close()
     tasks = {}
     for node, server in servers.items():
-        others = [servers[other].sender for other in nodes if other != node]
-        sharing = tuple(None if other == node else servers[other].sender for other in nodes)
+        sharing = tuple(None if other == node else connect(servers[other].sender) for other in nodes)
+        others = [sender for sender in sharing if sender is not None]
         shared = SharedReading(store.of(node), sharing)
         read = partial(receive, server.table, others, len(others), shared)
         tasks[node] = BackgroundTask(node, read, server.table.buffer)
@@ -445,6 +450,39 @@ def test_all_nodes_learn_at_once_that_the_source_cannot_read(serve: Serve) -> No
     for node in "bc":
         assert isinstance(errors[node], PeerFailedError)
         assert str(errors[node]).startswith("a at ")
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(s, marks=pytest.mark.soak) for s in range(6, 200))]
+)
+def test_shared_reading_ends_whatever_fails(serve: Serve, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Some nodes cannot read, and connections break or stall at random: all get the state, and none waits.
+
+    If the source cannot read, all fail.
+    """
+    monkeypatch.setattr(transfer, "RECONNECT_PAUSE_S", 0.001)
+    monkeypatch.setattr(transfer, "SILENCE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(transfer, "ALIVE_INTERVAL_S", 0.05)
+    chance = random.Random(seed)
+    nodes = "abcde"[: chance.randint(1, 5)]
+    broken = "".join(node for node in nodes if chance.random() < (0.1 if node == "a" else 0.25))
+    limits = [chance.choice([100, 1100, 5000, 1 << 40]) for _ in range(3)]
+    end = chance.choice(["cut", "stall"])
+    with contextlib.ExitStack() as stack:
+
+        def connect(sender: BlockSender) -> BlockSender:
+            if chance.random() < 0.7:
+                return sender
+            return stack.enter_context(contextlib.closing(Proxy(sender, [*limits, 1 << 40], end))).sender
+
+        tables, tasks = read_together(serve, Store(broken), nodes, connect=connect)
+        errors = {node: task.join() for node, task in tasks.items()}
+    if "a" in broken:
+        assert all(errors.values())
+    else:
+        assert errors == dict.fromkeys(nodes)
+        for table in tables.values():
+            assert_received(table)
 
 
 def test_cancelled_reading_ends(serve: Serve) -> None:
