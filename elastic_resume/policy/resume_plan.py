@@ -366,8 +366,8 @@ def judge_archive_error(error: RejectedState, waited_s: float, patience_s: float
     sentence = f"{error.reason.rstrip('.')}."
     if error.archive_error not in ARCHIVE_OUTAGES:
         end = ArchiveError(
-            f"{sentence} The archive may hold a newer state than the nodes, so nothing was started or changed. "
-            "Mend that, or ignore what is archived with --archive off.",
+            f"{sentence} The archive may hold a newer state than the nodes, so nothing was started or "
+            "changed. Mend that, or ignore what is archived with --archive off.",
             kind=error.archive_error,
         )
         end.is_deterministic = True
@@ -375,8 +375,8 @@ def judge_archive_error(error: RejectedState, waited_s: float, patience_s: float
     if waited_s < patience_s:
         return None
     return ArchiveOutageError(
-        f"the archive could not be read for {waited_s / 60:.0f} min: {sentence} It may hold a newer state than "
-        "the nodes, so nothing was changed; run the same command again when the archive is back.",
+        f"the archive could not be read for {waited_s / 60:.0f} min: {sentence} It may hold a newer state "
+        "than the nodes, so nothing was changed; run the same command again when the archive is back.",
         kind=error.archive_error,
     )
 

@@ -420,7 +420,9 @@ def test_archived_state_of_another_job_is_dropped_by_a_job_that_trains(
     own, other = SavedState("a", 2, 43, 0, tiers[0]), SavedState("b", 3, 22, 0, tiers[1])
     inventories = [
         Inventory("a", 0, (own, other), generation=3, own_generation=own_generation),
-        Inventory("c", 1, (), generation=3, own_generation=1, has_restarted=has_restarted),
+        Inventory(
+            "c", 1, (), generation=3, own_generation=min(1, own_generation), has_restarted=has_restarted
+        ),
     ]
     kept, foreign = drop_foreign_states(inventories)
     assert foreign == (other if dropped else None)

@@ -184,7 +184,7 @@ def test_start_ends_once_it_has_waited_long_enough(tmp_path: Path, monkeypatch: 
     """Its end says so, and never what `--resume never` would lose."""
     break_archive(tmp_path)
     monkeypatch.setattr(coordinator, "ARCHIVE_PATIENCE_S", 0.0)
-    with pytest.raises(ArchiveOutageError, match=r"could not be read for 0 min, .*mounted.*command again"):
+    with pytest.raises(ArchiveOutageError, match=r"could not be read for 0 min: .*mounted.*command again"):
         await_archive(tmp_path)
 
 
