@@ -208,12 +208,17 @@ def _make_missing_error(
     ]
     more = f" and {len(versions) - MAX_LISTED} more" if len(versions) > MAX_LISTED else ""
     meant = [each for node in inventories for each in node.rejected if _is_meant(each, request)]
-    reasons = dict.fromkeys(f"{each.node}/{each.name}: {each.reason.rstrip('.')}" for each in meant)
+    archive_reason = next((each.reason.rstrip(".") for each in meant if each.archive_error), "")
+    reasons = dict.fromkeys(
+        f"{each.node}/{each.name}: {each.reason.rstrip('.')}" for each in meant if not each.archive_error
+    )
+    unread = f" The archive, which may have it, cannot be read: {archive_reason}." if archive_reason else ""
+    again = "Run the same command again when the archive can be read, name" if archive_reason else "Name"
     unusable = f" Not usable: {'; '.join([*reasons][:MAX_LISTED])}." if reasons else ""
     error = NoValidCheckpointError(
-        f"--resume-from {request}: no node of this start has such a saved state. There is "
-        f"{', '.join(shown) or 'none'}{more}.{unusable} Name one that is there, start the node that has it, "
-        "or leave --resume-from out to go on from the newest."
+        f"--resume-from {request}: no node of this start has such a saved state.{unread} There is "
+        f"{', '.join(shown) or 'none'}{more}.{unusable} {again} one that is there, start the node that has "
+        "it, or leave --resume-from out to go on from the newest."
     )
     # A read that failed now may succeed at the next attempt.
     error.is_deterministic = not any(each.kind == "unreadable" for each in meant)

@@ -111,6 +111,19 @@ def test_missing_state_is_an_error_that_lists_what_there_is(request_text: str) -
     assert ("Not usable: b/g000003-s0000000700: torn." in text) == (request_text != "g9-s500")
 
 
+def test_archive_that_cannot_be_read_is_named_whatever_else_is_not_usable() -> None:
+    """The list of what is not usable has a limit."""
+    torn = [RejectedState("a", f"entry {n}", "torn.", (3, 700), "unreadable") for n in range(20)]
+    unread = RejectedState(
+        "a", "the archive", "no such bucket; create it.", kind="unreadable", archive_error="x"
+    )
+    with pytest.raises(NoValidCheckpointError) as caught:
+        going_back.plan_resume([node("a", *OLD, request="700", rejected=(*torn, unread))], "auto")
+    text = str(caught.value)
+    assert "The archive, which may have it, cannot be read: no such bucket; create it. There is g" in text
+    assert "Run the same command again when the archive can be read, name one that is there" in text
+
+
 def test_request_without_any_state_is_no_fresh_start() -> None:
     """A wrong --rdzv-id must not start over."""
     with pytest.raises(NoValidCheckpointError, match="There is none"):

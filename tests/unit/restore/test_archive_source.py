@@ -189,6 +189,26 @@ def test_restart_with_a_state_does_not_wait(
     assert "the archive cannot be read, so only what nodes hold is resumed: " in caplog.text
 
 
+def test_request_names_the_archive_that_cannot_be_read(tmp_path: Path) -> None:
+    """A job that has trained does not wait for it, though it alone may have what is requested."""
+    break_archive(tmp_path)
+    (tmp_path / RUN / "x").mkdir(parents=True)
+    save_checkpoint(tmp_path / RUN / "x", 3, 1)
+    context = make_context(tmp_path)
+    sources = list_sources(context, None)
+    page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+    own = replace(take_inventory(context, sources, page, 0), has_restarted=True, resume_from="best")
+    inventories = coordinator._await_archive(context, sources, [own])
+    request = going_back.find_due_request(inventories, "auto")
+    inventories = coordinator._list_more(context, sources, inventories, request)
+    with pytest.raises(NoValidCheckpointError) as caught:
+        going_back.plan_resume(inventories, "auto")
+    text = str(caught.value)
+    assert "The archive, which may have it, cannot be read: archive: cannot list " in text
+    assert "file system is mounted and well. There is g000003-s0000000001. Run the same command again" in text
+    assert not caught.value.is_deterministic
+
+
 def test_first_start_waits_though_an_old_disk_has_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
