@@ -172,7 +172,7 @@ class SecondWriterError(ArchiveError):
     """
 
     def __init__(self, *args: object, number: int = 0, attempt: str = "") -> None:
-        """``number`` and ``attempt`` are those of the other job's entry."""
+        """``number`` and ``attempt`` are those of the other job's entry; "" if it cannot be read."""
         super().__init__(*args, kind="second-writer")
         self.number = number
         self.attempt = attempt

@@ -318,6 +318,24 @@ def test_one_of_two_jobs_that_alternate_is_refused(tmp_path: Path) -> None:
     assert "entry 2 was written by the attempt g000001-s0000000024" in refusals[1]
 
 
+def test_object_in_place_of_the_entry_ends_the_attempt_only(tmp_path: Path) -> None:
+    """Nobody knows whose it is. The next attempt has the next number, and the job archives on."""
+    job = Job(tmp_path, "a")
+    job.request()
+    (node,) = job.nodes
+    node.commit(STEP)
+    while not job.archive.list_attempts():
+        node.part._work()
+    log = job.store / RUN / "log"
+    log.mkdir()
+    (log / "00000001").write_bytes(b"not ours")
+    job.work()
+    archive_next(job, 22)
+    entries = job.archive.list_checkpoints(9)
+    assert [entry.version for entry in entries] == [(1, 24), None], node.events
+    assert not node.part._writer.refusal
+
+
 def test_error_is_logged_and_tried_again_with_growing_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
