@@ -98,11 +98,11 @@ def default_ckpt_dir() -> Path:
 
 def report(args: argparse.Namespace) -> int:
     """Print the report of a run, or write its page; the exit code is always 0."""
-    with archived_run.copy_events(args.paths or [default_ckpt_dir()]) as paths:
+    with archived_run.copy_events(args.paths or [default_ckpt_dir()]) as (paths, archived):
         loaded = load_run(paths)
     run_report = summary.build_run_report(
         loaded.events,
-        checkpoint_entries=loaded.checkpoints,
+        checkpoint_entries=[*loaded.checkpoints, *archived],
         stacks=loaded.stacks,
         problems=loaded.problems,
         now=time.time(),

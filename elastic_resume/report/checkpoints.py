@@ -205,6 +205,11 @@ class CheckpointEntry:
     written_at: float | None = None
     milestones: tuple[Milestone, ...] = ()
 
+    @property
+    def is_archived(self) -> bool:
+        """Whether it is in an archive, and not on its node's disk."""
+        return isinstance(self.path, Address)
+
 
 def list_checkpoints(found: FoundPath | FoundArchive, *, deep: bool = False) -> Iterator[CheckpointEntry]:
     """Yield every checkpoint, node by node, newest first, then the quarantined ones."""
