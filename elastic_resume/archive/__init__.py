@@ -17,7 +17,8 @@ if it does not exist, as in the transaction log of Delta Lake:
    same error.
 
 **Two jobs.** An attempt's id has its job's writer. An attempt does not begin if another writer of an equal or
-newer generation has put an entry since this job began to archive, or has archived other content of this step.
+newer generation has put an entry since this job began to archive, or has archived other content of this step
+and node.
 An older generation is a job that was replaced, and wakes up: it does not count.
 
 So an archived checkpoint exists whole or not at all, whichever process dies where.

@@ -357,14 +357,14 @@ class Archive:
         version: Version,
         nonce: str,
         first_number: int | None = None,
-        blocks: tuple[str, ...] | None = None,
+        manifest: Manifest | None = None,
     ) -> Attempt | None:
         """Begin an attempt to archive ``version``, whose number is fixed now; None if it is archived already.
 
         Nothing is written. ``nonce`` makes the attempt's id unique: 32 random hexadecimal digits, of which
         the first half is the job's. ``first_number`` is what `find_next_number` returned when the job began
-        to archive; other jobs that put an entry since run beside this one. ``blocks`` are the digests of the
-        content. None: not checked.
+        to archive; other jobs that put an entry since run beside this one. ``manifest`` is that of the
+        checkpoint. None: what is archived is not compared with it.
 
         Raises:
             SecondWriterError: another job of an equal or newer generation archives too, or has archived
@@ -383,24 +383,25 @@ class Archive:
             return attempt
         archived = self.find_numbers(lambda header: header.version == version)
         for number in archived:
-            self._check_content(number, attempt, blocks)
+            self._check_content(number, attempt, manifest)
         return None if archived else attempt
 
-    def _check_content(self, number: int, attempt: Attempt, blocks: tuple[str, ...] | None) -> None:
+    def _check_content(self, number: int, attempt: Attempt, manifest: Manifest | None) -> None:
         """Raise SecondWriterError if another job has archived another content of the attempt's version.
 
-        Nodes of one job may differ, so its own entry counts whatever its content is.
+        Nodes of one job may differ, as in what each rank's objects hold, so its own entry counts whatever its
+        content is. An earlier start of the job has another writer. But a node does not differ from itself.
         """
         header = self._headers[number]
-        if blocks is None or entries.find_writer(header.attempt) == entries.find_writer(attempt.id):
+        if manifest is None or entries.find_writer(header.attempt) == entries.find_writer(attempt.id):
             return
         try:
-            is_equal = self.read_entry(number).manifest.blocks == blocks
+            archived = self.read_entry(number).manifest
         except UnreadableError as error:
             raise ArchiveError(str(error)) from error
         except CheckpointError:
             return  # damaged, so what it was is not known
-        if not is_equal:
+        if archived.node == manifest.node and archived.blocks != manifest.blocks:
             raise self._second_writer(number, header.attempt)
 
     def add_milestones(self, version: Version, nonce: str, milestones: Iterable[Milestone]) -> None:

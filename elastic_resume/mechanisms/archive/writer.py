@@ -52,7 +52,7 @@ class ArchiveWriter:
                 self.log_start = LogStart(writer, self.archive.find_next_number())
             first_number = self.log_start.number
         manifest = checkpoint.manifest
-        return self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest.blocks)
+        return self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest)
 
     def add_milestones(self, checkpoint: PinnedCheckpoint) -> None:
         """Put the milestones of a checkpoint that is archived already."""

@@ -243,6 +243,8 @@ def test_job_that_starts_again_goes_on(tmp_path: Path) -> None:
     assert again.archive_step(20, generation=2)
     assert again.archive_step(30, generation=2)
     assert not again.archive_step(30, generation=2, seed=31), "nodes of one job may differ"
+    third = ArchivingJob(open_archive(str(tmp_path), RUN))
+    assert not third.archive_step(30, generation=2, seed=31, node="node-b"), "and so may they after a restart"
 
 
 def test_equal_step_of_other_content_is_of_another_job(tmp_path: Path) -> None:

@@ -249,6 +249,22 @@ def test_milestones_of_an_earlier_start_are_archived(tmp_path: Path) -> None:
     assert read_names(job) == {3: {"good"}, 5: {"other"}, 9: set()}
 
 
+def test_milestone_of_a_node_that_differs_is_no_other_jobs_after_a_restart(tmp_path: Path) -> None:
+    """A script's own objects may differ between ranks. The one that was archived gets the name."""
+    before = Job(tmp_path / "1", "a")
+    before.request()
+    before.nodes[0].commit(STEP)
+    before.work()
+    again = Job(tmp_path / "2", "b", store=before.store)
+    (node,) = again.nodes
+    path = save_checkpoint(node.directory, 1, STEP, seed=STEP + 1, node="node-b")
+    Catalog(node.directory, RUN).add_milestone(path, Milestone("good"))
+    again.work(rounds=20)
+    assert read_names(again) == {STEP: {"good"}}
+    assert not node.part._writer.refusal
+    assert len(again.archive.list_attempts()) == 1
+
+
 def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
     """The others put its share, so that what is archived is what was committed."""
     job = Job(tmp_path, "a", "b")
