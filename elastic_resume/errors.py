@@ -79,6 +79,7 @@ class ElasticResumeError(Exception):
     """
 
     is_deterministic = True
+    is_worth_requeue = False  # another start, some time later, may not meet it
 
     def __init__(self, *args: object, reason: object = None) -> None:
         """``reason`` is the fact that the text describes, for events; see `policy.reasons`."""
@@ -186,6 +187,7 @@ class ArchiveOutageError(ArchiveError):
     """
 
     is_deterministic = True  # another try at once would wait as long
+    is_worth_requeue = True
 
 
 class CheckpointError(ElasticResumeError):
