@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ class Node:
         self.directory = job.path / "disks" / RUN / name
         self.directory.mkdir(parents=True)
         self.job_end: Any = None
+        self.sent = 0  # facts
         self.words: dict[str, int] = {}
         self.events: list[dict[str, Any]] = []
         pool = SimpleNamespace(control_block=SimpleNamespace(set=self.words.__setitem__))
@@ -68,6 +70,7 @@ class Node:
 
     def send_fact(self, topic: str, generation: int, body: FactBody) -> None:
         """Hand a fact to the leader, and take its verdict."""
+        self.sent += 1
         self._job.judge.add(self.name, Fact(topic, generation, body), self._job.now)
         self._job.body = self._job.judge.judge(self._job.now).body
 
@@ -106,14 +109,15 @@ class Job:
 
     def request(self) -> None:
         """Have all nodes report, and learn which step the leader requests."""
-        for _ in range(2):
+        for _ in range(3):
             for node in self.nodes:
                 node.work()
         assert {node.words["commit_step"] for node in self.nodes} == {STEP}
 
     def work(self, rounds: int = 6) -> None:
-        """Have all nodes work."""
+        """Have the leader look, which it does from time to time, and all nodes work."""
         for _ in range(rounds):
+            self.body = self.judge.judge(self.now).body
             for node in self.nodes:
                 node.work()
 
@@ -265,6 +269,31 @@ def test_milestone_of_a_node_that_differs_is_no_other_jobs_after_a_restart(tmp_p
     assert len(again.archive.list_attempts()) == 1
 
 
+def test_steps_go_to_the_leader_only_when_it_asks(tmp_path: Path) -> None:
+    """A thousand nodes would send it a thousand facts a second."""
+    job = Job(tmp_path, "a")
+    (node,) = job.nodes
+    archive_next(job, 12)
+
+    def count_facts(steps: Iterable[int]) -> int:
+        """Return how many facts follow from these steps."""
+        before = node.sent
+        for step in steps:
+            node.part._rate.step, node.part._rate.step_s = step, 1.0 / (step + 1)
+            job.work(rounds=1)
+        return node.sent - before
+
+    assert count_facts(range(12, 100)) == 0, "nothing is due"
+    job.now += 1000.0
+    assert count_facts([100] * 4) <= 3
+    requested = node.words["commit_step"]
+    assert requested > 120
+    assert count_facts(range(101, requested)) == 0, "the request is still to come"
+    assert count_facts(range(requested, requested + 50)) == 1
+    assert count_facts(range(40, 60)) <= 4, "the job went back, so it is due again"
+    assert 60 < node.words["commit_step"] < 150
+
+
 def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
     """The others put its share, so that what is archived is what was committed."""
     job = Job(tmp_path, "a", "b")
@@ -324,7 +353,7 @@ def test_one_of_two_jobs_that_alternate_is_refused(tmp_path: Path) -> None:
     second.judge = ArchiveJudge(Scope(0, (), "b", 3.0, second.body))
     second.judge.start_view(2, ("b", "a"))
     for node in second.nodes:
-        node.part._rate.step = 13
+        node.part._sent_body = ""  # all goes to a new leader
     second.work()
     archive_next(first, 22)
     archive_next(second, 32)
@@ -412,11 +441,7 @@ def test_second_writer_ends_archiving_unless_it_is_older(tmp_path: Path, generat
         assert read_versions(job.archive) == [(1, 99)]
         return
     assert not node.part._verdict.refusal
-    node.part._rate.step = 20
-    job.work()
-    node.commit(node.words["commit_step"])
-    job.work()
-    assert read_versions(job.archive)[0] == (1, node.words["commit_step"] or 22)
+    assert read_versions(job.archive)[0] == (1, STEP), "it is due again at once"
 
 
 @pytest.mark.parametrize(
