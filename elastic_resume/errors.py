@@ -39,6 +39,8 @@ a restart would fail in the same way, and the agent does not try one.
 
 from __future__ import annotations
 
+from enum import Enum
+
 __all__ = [
     "ArchiveError",
     "ArchiveOutageError",
@@ -150,18 +152,39 @@ class NodeFileError(MachineError):
     """
 
 
+class ArchiveErrorKind(str, Enum):
+    """Why the archive refuses, or cannot be reached."""
+
+    CREDENTIALS = "credentials"
+    FORBIDDEN = "forbidden"
+    MISSING_BUCKET = "missing-bucket"
+    REGION = "region"
+    QUOTA = "quota"
+    CLOCK_SKEW = "clock-skew"
+    FROZEN = "frozen"
+    UNAVAILABLE = "unavailable"
+    SLOW = "slow"
+    CUT = "cut"
+    UNSUPPORTED = "unsupported"
+    SECOND_WRITER = "second-writer"
+
+    @property
+    def can_pass(self) -> bool:
+        """Whether waiting may mend it; a person must mend the others."""
+        return self in {ArchiveErrorKind.UNAVAILABLE, ArchiveErrorKind.SLOW, ArchiveErrorKind.CUT}
+
+
 class ArchiveError(ElasticResumeError):
     """The archive cannot be reached, or refuses a request.
 
     Raised by commands that are given an archive's address, and by `er.resume` if no node holds a state. An
-    agent that uploads logs it and tries again; training continues. The text names the cause and the remedy.
-    ``kind`` is credentials, forbidden, missing-bucket, region, quota, clock-skew, frozen, unavailable, slow,
-    cut, unsupported or second-writer.
+    agent that uploads logs it and tries again; training continues. The text names the cause and the remedy,
+    and ``kind`` is an `ArchiveErrorKind`.
     """
 
     is_deterministic = False
 
-    def __init__(self, *args: object, kind: str = "unavailable") -> None:
+    def __init__(self, *args: object, kind: ArchiveErrorKind = ArchiveErrorKind.UNAVAILABLE) -> None:
         super().__init__(*args)
         self.kind = kind
 
@@ -174,7 +197,7 @@ class SecondWriterError(ArchiveError):
 
     def __init__(self, *args: object, number: int = 0, attempt: str = "") -> None:
         """``number`` and ``attempt`` are those of the other job's entry; "" if it cannot be read."""
-        super().__init__(*args, kind="second-writer")
+        super().__init__(*args, kind=ArchiveErrorKind.SECOND_WRITER)
         self.number = number
         self.attempt = attempt
 

@@ -33,6 +33,7 @@ from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.errors import (
     ArchiveError,
+    ArchiveErrorKind,
     CheckpointError,
     ConfigError,
     CorruptError,
@@ -105,7 +106,7 @@ def try_store(store: Store) -> bool:
         try:
             is_replaced = store.put_if_absent(path, data)
         except ArchiveError as error:
-            if error.kind != "unsupported":
+            if error.kind != ArchiveErrorKind.UNSUPPORTED:
                 raise
             can_create = is_replaced = False
     finally:
@@ -564,7 +565,7 @@ class Archive:
         try:
             return self._store.put_if_absent(name, data)
         except ArchiveError as error:
-            if error.kind != "unsupported":
+            if error.kind != ArchiveErrorKind.UNSUPPORTED:
                 raise
             if not self._has_warned:
                 self._has_warned = True

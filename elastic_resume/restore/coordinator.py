@@ -153,7 +153,7 @@ def restore(
         inventories = _await_archive(context, sources, inventories)
         if request := going_back.find_due_request(inventories, context.settings.resume):
             inventories = _list_more(context, sources, inventories, request)
-        plan = proof.plan_resume(inventories, context.settings.resume, context.collectives.size)
+        plan = proof.plan_with_proof(inventories, context.settings.resume, context.collectives.size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)

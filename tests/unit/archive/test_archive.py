@@ -14,6 +14,7 @@ from elastic_resume.archive.directory_store import DirectoryStore
 from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
 from elastic_resume.errors import (
     ArchiveError,
+    ArchiveErrorKind,
     ConfigError,
     CorruptError,
     ForeignError,
@@ -281,7 +282,7 @@ def test_store_without_create_only_warns_once(
     """A second writer that wrote before is still noticed."""
 
     def refuse(*_: object) -> bool:
-        raise ArchiveError("no", kind="unsupported")
+        raise ArchiveError("no", kind=ArchiveErrorKind.UNSUPPORTED)
 
     monkeypatch.setattr(DirectoryStore, "put_if_absent", refuse)
     with caplog.at_level(logging.WARNING):

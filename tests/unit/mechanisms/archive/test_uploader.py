@@ -15,7 +15,7 @@ from elastic_resume.archive.archive import Archive, open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.reader import checkpoint_name
-from elastic_resume.errors import ArchiveError
+from elastic_resume.errors import ArchiveError, ArchiveErrorKind
 from elastic_resume.mechanisms.archive import UPLOADS, failures, pinned_checkpoint
 from elastic_resume.mechanisms.archive.judge import ArchiveJudge, Upload
 from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
@@ -394,7 +394,9 @@ def test_error_is_logged_and_tried_again_with_growing_pauses(
     with monkeypatch.context() as patch:
 
         def refuse(*_: object) -> None:
-            raise ArchiveError("the archive refuses: give the job the permission.", kind="forbidden")
+            raise ArchiveError(
+                "the archive refuses: give the job the permission.", kind=ArchiveErrorKind.FORBIDDEN
+            )
 
         patch.setattr(Archive, "put_part", refuse)
         pauses = []
