@@ -39,6 +39,8 @@ a restart would fail in the same way, and the agent does not try one.
 
 from __future__ import annotations
 
+from enum import Enum
+
 __all__ = [
     "ArchiveError",
     "ArchiveOutageError",
@@ -79,6 +81,7 @@ class ElasticResumeError(Exception):
     """
 
     is_deterministic = True
+    is_worth_requeue = False  # another start, some time later, may not meet it
 
     def __init__(self, *args: object, reason: object = None) -> None:
         """``reason`` is the fact that the text describes, for events; see `policy.reasons`."""
@@ -149,18 +152,40 @@ class NodeFileError(MachineError):
     """
 
 
+class ArchiveErrorKind(str, Enum):
+    """Why the archive refuses, or cannot be reached."""
+
+    CREDENTIALS = "credentials"
+    FORBIDDEN = "forbidden"
+    MISSING_BUCKET = "missing-bucket"
+    REGION = "region"
+    QUOTA = "quota"
+    CLOCK_SKEW = "clock-skew"
+    FROZEN = "frozen"
+    UNAVAILABLE = "unavailable"
+    SLOW = "slow"
+    CUT = "cut"
+    UNSUPPORTED = "unsupported"
+    MISPLACED = "misplaced"
+    SECOND_WRITER = "second-writer"
+
+    @property
+    def can_pass(self) -> bool:
+        """Whether waiting may mend it; a person must mend the others."""
+        return self in {ArchiveErrorKind.UNAVAILABLE, ArchiveErrorKind.SLOW, ArchiveErrorKind.CUT}
+
+
 class ArchiveError(ElasticResumeError):
     """The archive cannot be reached, or refuses a request.
 
     Raised by commands that are given an archive's address, and by `er.resume` if no node holds a state. An
-    agent that uploads logs it and tries again; training continues. The text names the cause and the remedy.
-    ``kind`` is credentials, forbidden, missing-bucket, region, quota, clock-skew, frozen, unavailable, slow,
-    cut, unsupported, misplaced or second-writer.
+    agent that uploads logs it and tries again; training continues. The text names the cause and the remedy,
+    and ``kind`` is an `ArchiveErrorKind`.
     """
 
     is_deterministic = False
 
-    def __init__(self, *args: object, kind: str = "unavailable") -> None:
+    def __init__(self, *args: object, kind: ArchiveErrorKind = ArchiveErrorKind.UNAVAILABLE) -> None:
         super().__init__(*args)
         self.kind = kind
 
@@ -172,8 +197,8 @@ class SecondWriterError(ArchiveError):
     """
 
     def __init__(self, *args: object, number: int = 0, attempt: str = "") -> None:
-        """``number`` and ``attempt`` are those of the other job's entry."""
-        super().__init__(*args, kind="second-writer")
+        """``number`` and ``attempt`` are those of the other job's entry; "" if it cannot be read."""
+        super().__init__(*args, kind=ArchiveErrorKind.SECOND_WRITER)
         self.number = number
         self.attempt = attempt
 
@@ -186,6 +211,7 @@ class ArchiveOutageError(ArchiveError):
     """
 
     is_deterministic = True  # another try at once would wait as long
+    is_worth_requeue = True
 
 
 class CheckpointError(ElasticResumeError):

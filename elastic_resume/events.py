@@ -74,8 +74,9 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
     moved-aside           worker     path, reason; newer than the state to which the job went back
     failure               worker     generation, rank, step, type, message (its first line), detail (the
                                      others), cause and cause_type (the exception of a GPU that led to
-                                     it), frame, deterministic, is_proving (steps were computed again),
-                                     traceback; an exception ended the worker
+                                     it), frame, deterministic, worth_requeue (a later start may not
+                                     meet it), is_proving (steps were computed again), traceback; an
+                                     exception ended the worker
     fault                 (none)     number, what, where, when, node, rank, message; injected, in
                                      faults.jsonl
     run-end               worker     generation, rank, step, epoch, stalled_s; the script's epochs are done

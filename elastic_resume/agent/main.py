@@ -176,15 +176,17 @@ class _Agent:
                     self.controller.begin_stop,
                     self.shutdown_controller.on_signal,
                 ),
+                contextlib.ExitStack() as closing,
             ):
                 self.controller.on_workers_dead = committer.commit_newest
                 self.shutdown_controller.last_commit_s = lambda: committer.last_commit_s
-                outcome = self._run_job(committer, fork_server)
+                outcome = self._run_job(committer, fork_server, closing)
                 self.controller.log.end_wait()
-            if outcome.kind in {"failed", "left"}:
-                self.controller.log_failure_summary(self.args.log_dir or "")
-            saved_text = self._describe_saved(committer) if outcome.kind == "signalled" else ""
-            exit_code = self._finish(outcome, saved_text)
+                # Before the parts are closed, which may read checkpoints: the newest snapshot's too.
+                _commit_newest(committer)
+                exit_code = self._report_end(outcome, committer)
+                self._pass_events_on()  # an upload may take long, and a person waits for the reason
+            self.shutdown_controller.ignore_signals()
             self._finish_parts()
         if outcome.kind == "done" and self.spec.shared_dir is not None:
             self.spec.shared_dir.remove()
@@ -252,8 +254,16 @@ class _Agent:
         )
         return StatusReporter(self.node_dir.path, sampler, parts, self.event_tail)
 
-    def _run_job(self, committer: CheckpointCommitter, fork_server: ForkServerManager | None) -> _Outcome:
-        """Join the rendezvous, run workers until the job ends, and map errors to an outcome."""
+    def _run_job(
+        self,
+        committer: CheckpointCommitter,
+        fork_server: ForkServerManager | None,
+        closing: contextlib.ExitStack,
+    ) -> _Outcome:
+        """Join the rendezvous, run workers until the job ends, and map errors to an outcome.
+
+        ``closing`` closes the mechanisms' parts, after this node has left: the others wait for that.
+        """
         spec = self.spec
         context = AgentContext(
             self.node_dir.path,
@@ -270,24 +280,19 @@ class _Agent:
         )
         self.controller.parts = parts = make_agent_parts(context)
         try:
-            with (
-                contextlib.ExitStack() as closing,
-                torchelastic.open_rendezvous(
-                    spec.rendezvous_config,
-                    self.node_dir,
-                    self.lease_page,
-                    self.scheduler_context,
-                    known_generation=max(part.find_generation() for part in parts) if parts else 0,
-                    on_log=self.controller.on_rendezvous_event,
-                    status_reporter=self._create_status_reporter(committer, parts),
-                ) as session,
-            ):
+            with torchelastic.open_rendezvous(
+                spec.rendezvous_config,
+                self.node_dir,
+                self.lease_page,
+                self.scheduler_context,
+                known_generation=max((part.find_generation() for part in parts), default=0),
+                on_log=self.controller.on_rendezvous_event,
+                status_reporter=self._create_status_reporter(committer, parts),
+            ) as session:
                 client = session.client
                 for part in parts:
-                    closing.callback(part.close)  # after this node has left: the others wait for that
+                    closing.callback(_close, part)
                     part.start(client)
-                # Before the parts are closed, which may read checkpoints: the newest snapshot's too.
-                closing.callback(_commit_newest, committer)
                 if fork_server is not None:
                     client.begin_preparation()
                     fork_server.call_when_ready(client.finish_preparation)
@@ -342,8 +347,10 @@ class _Agent:
         reason = "no snapshot was completed" if has_trained else "no step was finished"
         return f"nothing was saved, because {committer.last_error.rstrip('.') or reason}"
 
-    def _finish(self, outcome: _Outcome, saved_text: str = "") -> int:
-        """Log the agent's end and return the exit code."""
+    def _report_end(self, outcome: _Outcome, committer: CheckpointCommitter) -> int:
+        """Log how the agent ends, and return the exit code."""
+        if outcome.kind in {"failed", "left"}:
+            self.controller.log_failure_summary(self.args.log_dir or "")
         exit_code = self.shutdown_controller.decide_exit_code(
             outcome.kind,
             outcome.exit_code,
@@ -361,20 +368,40 @@ class _Agent:
         if outcome.message:
             prefix = f"{outcome.kind}: " if outcome.kind in {"done", "failed"} else ""
             level = logging.ERROR if outcome.kind in {"failed", "left"} else logging.INFO
-            end_text = f"{outcome.message.rstrip('.')}; {saved_text}." if saved_text else outcome.message
-            logger.log(level, "%s%s", prefix, end_text)
+            text = outcome.message
+            if outcome.kind == "signalled":
+                text = f"{text.rstrip('.')}; {self._describe_saved(committer)}."
+            logger.log(level, "%s%s", prefix, text)
         return exit_code
 
-    def _finish_parts(self) -> None:
+    def _pass_events_on(self) -> None:
         """Pass the last events on to the mechanisms, which the status thread does no more."""
         events = self.event_tail.read()
         for part in self.controller.parts:
-            try:
+            with _log_defects():
                 for event in events:
                     part.observe(event)
+
+    def _finish_parts(self) -> None:
+        """Let the mechanisms act after the agent's last event."""
+        self._pass_events_on()
+        for part in self.controller.parts:
+            with _log_defects():
                 part.finish()
-            except Exception:  # a mechanism's defect must not change how the job has ended
-                logger.exception("a part of the agent failed at its end; a defect of elastic_resume")
+
+
+def _close(part: AgentPart) -> None:
+    with _log_defects():
+        part.close()
+
+
+@contextlib.contextmanager
+def _log_defects() -> Iterator[None]:
+    """Log an error of a mechanism, which must not change how the job has ended."""
+    try:
+        yield
+    except Exception:
+        logger.exception("a part of the agent failed at its end; a defect of elastic_resume")
 
 
 def _summarize_event(event: Event) -> EventSummary | None:

@@ -152,7 +152,7 @@ class ShutdownController:
     def decide_exit_code(
         self, outcome: str, exit_code: int, *, node_rank: int | None, is_spare: bool = False
     ) -> int:
-        """Return the agent's exit code, and ignore all further drain signals. Main thread only.
+        """Return the agent's exit code, which further signals do not change.
 
         Args:
             outcome: the agent's outcome: done, failed, left or signalled.
@@ -161,8 +161,6 @@ class ShutdownController:
             is_spare: whether a view runs without this node.
 
         """
-        for number in (signal.SIGTERM, *read_drain_signals()):
-            signal.signal(number, signal.SIG_IGN)  # the newest step is on disk; the exit code stays
         context = self._scheduler_context
         is_single_node = os.environ.get("SLURM_JOB_NUM_NODES", str(context.max_nodes)) == "1"
         is_first_node = (context.node_order if node_rank is None else node_rank) == 0 and not is_spare
@@ -171,6 +169,12 @@ class ShutdownController:
             exit_code,
             speaks_for_job=context.scheduler != "slurm" or is_single_node or is_first_node,
         )
+
+    @staticmethod
+    def ignore_signals() -> None:
+        """Ignore all further drain signals: the newest step is on disk. Main thread only."""
+        for number in (signal.SIGTERM, *read_drain_signals()):
+            signal.signal(number, signal.SIG_IGN)
 
     def describe(self) -> str:
         """Describe in one sentence what stopped this agent."""

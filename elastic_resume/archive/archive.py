@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +26,14 @@ from elastic_resume.archive.entries import (
     EntryHeader,
     Moment,
 )
-from elastic_resume.archive.store import Store
+from elastic_resume.archive.store import Store, StoredName
 from elastic_resume.background import map_in_daemon_threads
 from elastic_resume.checkpoint.layout import MAX_HEADER_BYTES, Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.errors import (
     ArchiveError,
+    ArchiveErrorKind,
     CheckpointError,
     ConfigError,
     CorruptError,
@@ -101,7 +102,7 @@ def list_names(store: Store) -> list[str]:
         raise ArchiveError(
             f"{store.description} is the address of one run of an archive: give --archive what stands before "
             "the run's name.",
-            kind="misplaced",
+            kind=ArchiveErrorKind.MISPLACED,
         )
     return names
 
@@ -124,7 +125,7 @@ def try_store(store: Store) -> bool:
         try:
             is_replaced = store.put_if_absent(path, data)
         except ArchiveError as error:
-            if error.kind != "unsupported":
+            if error.kind != ArchiveErrorKind.UNSUPPORTED:
                 raise
             can_create = is_replaced = False
     finally:
@@ -149,16 +150,19 @@ class Archive:
         self._store = store
         self.run_id = run_id
         self._headers: dict[int, EntryHeader] = {}  # entries never change
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_entry = False
         self.description = f"{store.description.rstrip('/')}/{run_id}"
 
     # ---- reading ---------------------------------------------------------------------------------------
 
     def list_numbers(self) -> list[int]:
         """Return the numbers of all entries, newest first; raise ArchiveError if it cannot list them."""
+        return sorted((number for number, stored in self._list_log() if not stored.is_prefix), reverse=True)
+
+    def _list_log(self) -> list[tuple[int, StoredName]]:
         names = self._store.list(f"{self.run_id}/log")
-        numbers = [entries.parse_number(stored.name) for stored in names if not stored.is_prefix]
-        return sorted((number for number in numbers if number is not None), reverse=True)
+        numbers = [(entries.parse_number(stored.name), stored) for stored in names]
+        return [(number, stored) for number, stored in numbers if number is not None]
 
     def list_other_names(self) -> list[str]:
         """Return what is beside this run; see `list_names`."""
@@ -350,57 +354,85 @@ class Archive:
     # ---- writing ---------------------------------------------------------------------------------------
 
     def find_next_number(self) -> int:
-        """Return the number of the log's next entry; raise ArchiveError if it cannot be listed."""
-        return max(self.list_numbers(), default=0) + 1
+        """Return the number of the log's next entry: the first free one behind its last entry.
+
+        Raises:
+            ArchiveError: the log cannot be listed or read, or has no free number.
+
+        """
+        log = self._list_log()
+        taken = {number for number, _ in log}
+        number = 1 + self._find_last(number for number, stored in log if not stored.is_prefix)
+        while number in taken:
+            number += 1
+        if number > entries.MAX_NUMBER:
+            raise ArchiveError(
+                f"{self.description}: the log has an entry {entries.MAX_NUMBER}, so none can follow it. "
+                "Was it copied there? Move it elsewhere."
+            )
+        return number
+
+    def _find_last(self, numbers: Iterable[int]) -> int:
+        """Return the greatest of these numbers whose object is an entry; 0 without one."""
+        return next(filter(self._is_entry, sorted(numbers, reverse=True)), 0)
+
+    def _is_entry(self, number: int) -> bool:
+        """Return whether an object is an entry of any format, also a damaged one."""
+        with contextlib.suppress(CheckpointError):
+            return self._read_header(number) is not None
+        data = self._store.get_range(self._entry_name(number), 0, entries.MAX_LINE_BYTES)
+        return data is not None and entries.begins_as_entry(data)
 
     def begin(
         self,
         version: Version,
         nonce: str,
         first_number: int | None = None,
-        blocks: tuple[str, ...] | None = None,
+        manifest: Manifest | None = None,
     ) -> Attempt | None:
         """Begin an attempt to archive ``version``, whose number is fixed now; None if it is archived already.
 
         Nothing is written. ``nonce`` makes the attempt's id unique: 32 random hexadecimal digits, of which
         the first half is the job's. ``first_number`` is what `find_next_number` returned when the job began
-        to archive; other jobs that put an entry since run beside this one. ``blocks`` are the digests of the
-        content. None: not checked.
+        to archive; other jobs that put an entry since run beside this one. ``manifest`` is that of the
+        checkpoint. None: what is archived is not compared with it.
 
         Raises:
             SecondWriterError: another job of an equal or newer generation archives too, or has archived
                 another content of this version. This job must archive no more.
 
         """
-        numbers = self.list_numbers()
-        attempt = Attempt(max(numbers, default=0) + 1, entries.make_attempt_id(version, nonce), version)
+        attempt = Attempt(self.find_next_number(), entries.make_attempt_id(version, nonce), version)
         if first_number is not None:
-            recent = self._read_headers(number for number in numbers if number >= first_number)
-            for number, header in recent.items():
+            numbers = (number for number in self.list_numbers() if number >= first_number)
+            for number, header in self._read_headers(numbers).items():
+                # Passing over one that cannot be read loses nothing: its number is taken, it stops deletions
+                # of parts, and if another job has put it, the next entry of that job is noticed.
                 if header is not None and not entries.is_outdated(attempt.id, header.attempt):
                     raise self._second_writer(number, header.attempt)
         if not any(entries.parse_attempt_id(name) == version for name in self.list_attempts()):
             return attempt
         archived = self.find_numbers(lambda header: header.version == version)
         for number in archived:
-            self._check_content(number, attempt, blocks)
+            self._check_content(number, attempt, manifest)
         return None if archived else attempt
 
-    def _check_content(self, number: int, attempt: Attempt, blocks: tuple[str, ...] | None) -> None:
+    def _check_content(self, number: int, attempt: Attempt, manifest: Manifest | None) -> None:
         """Raise SecondWriterError if another job has archived another content of the attempt's version.
 
-        Nodes of one job may differ, so its own entry counts whatever its content is.
+        Nodes of one job may differ, as in what each rank's objects hold, so its own entry counts whatever its
+        content is. An earlier start of the job has another writer. But a node does not differ from itself.
         """
         header = self._headers[number]
-        if blocks is None or entries.find_writer(header.attempt) == entries.find_writer(attempt.id):
+        if manifest is None or entries.find_writer(header.attempt) == entries.find_writer(attempt.id):
             return
         try:
-            is_equal = self.read_entry(number).manifest.blocks == blocks
+            archived = self.read_entry(number).manifest
         except UnreadableError as error:
             raise ArchiveError(str(error)) from error
         except CheckpointError:
             return  # damaged, so what it was is not known
-        if not is_equal:
+        if archived.node == manifest.node and archived.blocks != manifest.blocks:
             raise self._second_writer(number, header.attempt)
 
     def add_milestones(self, version: Version, nonce: str, milestones: Iterable[Milestone]) -> None:
@@ -411,7 +443,7 @@ class Archive:
             CheckpointError: its entry cannot be read.
 
         """
-        newest = max(self.list_numbers(), default=0)
+        next_number = self.find_next_number()
         with self._translate_errors(f"the entry of step {version[1]}"):
             numbers = self.find_numbers(lambda header: header.version == version)
             if not numbers:
@@ -424,7 +456,7 @@ class Archive:
                 raise TornError("does not exist any more.")
             entries.parse_entry(numbers[0], data, self.run_id)
         manifest_bytes = bytes(data[entries.parse_header(data)[1] :])
-        attempt = Attempt(newest + 1, entries.make_attempt_id(version, nonce), version)
+        attempt = Attempt(next_number, entries.make_attempt_id(version, nonce), version)
         self._put(attempt, replace(header, attempt=attempt.id, milestones=merged), manifest_bytes)
 
     def put_part(self, attempt_id: str, index: int, data: memoryview) -> None:
@@ -463,7 +495,10 @@ class Archive:
         for pause_s in _CONFLICT_PAUSES_S:
             if self._put_entry(attempt.number, data):
                 break
-            winner = self._read_header(attempt.number)
+            try:
+                winner = self._read_header(attempt.number)
+            except CheckpointError as error:
+                raise self._second_writer(attempt.number, "") from error
             if winner is not None and winner.attempt == attempt.id:
                 break  # the answer to an earlier request was lost
             if winner is not None:
@@ -474,14 +509,17 @@ class Archive:
                 f"{self.description}: entry {attempt.number} is neither there nor accepted; try again later."
             )
         failpoints.hit("archive.after-entry")
-        newest_number = self.list_numbers()[0]
-        if newest_number > attempt.number:
-            raise self._second_writer(newest_number, "")
+        self._check_end_of_log(attempt.number + 1)
 
     def check_number(self, attempt: Attempt) -> None:
         """Raise SecondWriterError if another attempt has this one's number."""
-        if self.find_next_number() > attempt.number:
-            raise self._second_writer(attempt.number, "")
+        self._check_end_of_log(attempt.number)
+
+    def _check_end_of_log(self, number: int) -> None:
+        """Raise SecondWriterError if the log has an entry of this number or a greater one."""
+        if last := self._find_last(each for each in self.list_numbers() if each >= number):
+            header = self._headers.get(last)
+            raise self._second_writer(last, header.attempt if header is not None else "")
 
     def list_attempts(self) -> list[str]:
         """Return the ids of all attempts of which there are parts, also unfinished ones."""
@@ -499,8 +537,8 @@ class Archive:
         Call it after a commit only, with attempts that `list_attempts` returned before that commit.
         """
         headers = self._read_headers(self.list_numbers())
-        if None in headers.values():
-            return []  # an entry that cannot be read may name any of them
+        if not self._can_read_all(headers):
+            return []
         named = {header.parts for header in headers.values() if header is not None}
         removed = [attempt_id for attempt_id in candidates if attempt_id not in named]
         for attempt_id in removed:
@@ -514,15 +552,28 @@ class Archive:
         """
         headers = self._read_headers(self.list_numbers())
         readable = [(number, header) for number, header in headers.items() if header is not None]
-        pruned = entries.choose_pruned(readable, keep)
+        pruned, can_delete_parts = entries.choose_pruned(readable, keep), self._can_read_all(headers)
         named = {header.parts for number, header in readable if number not in pruned}
         for number in pruned:
             self._store.delete(self._entry_name(number))
             failpoints.hit("archive.entry-pruned")
             header = headers[number]
-            if header is not None and header.parts not in named:
+            if header is not None and header.parts not in named and can_delete_parts:
                 self._delete_attempt(header.parts)
         return pruned
+
+    def _can_read_all(self, headers: Mapping[int, EntryHeader | None]) -> bool:
+        """Return whether all entries can be read: one that cannot may name the parts of any attempt."""
+        unreadable = sorted(number for number, header in headers.items() if header is None)
+        if unreadable and not self._has_warned_of_entry:
+            self._has_warned_of_entry = True
+            _LOGGER.warning(
+                "%s/log/%08d is no entry that can be read, so parts that are not needed any more stay in the "
+                "archive: see it with elastic-resume ls, and move it elsewhere.",
+                self.description,
+                unreadable[0],
+            )
+        return not unreadable
 
     def put_events(self, node: str, data: bytes) -> None:
         """Store the newest events of a node, for ``report``."""
@@ -544,7 +595,7 @@ class Archive:
         try:
             return self._store.put_if_absent(name, data)
         except ArchiveError as error:
-            if error.kind != "unsupported":
+            if error.kind != ArchiveErrorKind.UNSUPPORTED:
                 raise
             if not self._has_warned:
                 self._has_warned = True

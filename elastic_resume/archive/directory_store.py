@@ -11,17 +11,26 @@ from pathlib import Path
 from elastic_resume.archive.store import StoredName
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name
 from elastic_resume.checkpoint.reader import open_regular
-from elastic_resume.errors import ArchiveError, ForeignError, MachineError
+from elastic_resume.errors import ArchiveError, ArchiveErrorKind, ForeignError, MachineError
 
-_MOUNT = ("unavailable", "check that the file system is mounted and well")
-_KIND_AND_REMEDY: dict[int | None, tuple[str, str]] = {
-    errno.EACCES: ("forbidden", "give this user write permission there"),
-    errno.EPERM: ("forbidden", "give this user write permission there"),
-    errno.EROFS: ("forbidden", "the file system is read-only: remount it, or choose another --archive"),
-    errno.ENOSPC: ("quota", "free space there, or set --archive-keep"),
-    errno.EDQUOT: ("quota", "the quota is used up: free space there, or set --archive-keep"),
-    errno.ENOENT: ("missing-bucket", "mount the file system, or create the directory with mkdir"),
-    errno.ENOTDIR: ("unavailable", "a file is in the place of a directory: choose another --archive"),
+_MOUNT = (ArchiveErrorKind.UNAVAILABLE, "check that the file system is mounted and well")
+_KIND_AND_REMEDY: dict[int | None, tuple[ArchiveErrorKind, str]] = {
+    errno.EACCES: (ArchiveErrorKind.FORBIDDEN, "give this user write permission there"),
+    errno.EPERM: (ArchiveErrorKind.FORBIDDEN, "give this user write permission there"),
+    errno.EROFS: (
+        ArchiveErrorKind.FORBIDDEN,
+        "the file system is read-only: remount it, or choose another --archive",
+    ),
+    errno.ENOSPC: (ArchiveErrorKind.QUOTA, "free space there, or set --archive-keep"),
+    errno.EDQUOT: (ArchiveErrorKind.QUOTA, "the quota is used up: free space there, or set --archive-keep"),
+    errno.ENOENT: (
+        ArchiveErrorKind.MISSING_BUCKET,
+        "mount the file system, or create the directory with mkdir",
+    ),
+    errno.ENOTDIR: (
+        ArchiveErrorKind.UNAVAILABLE,
+        "a file is in the place of a directory: choose another --archive",
+    ),
 }
 _ERRNOS_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -59,7 +68,7 @@ class DirectoryStore:
                 is_new = self._disk.link(temporary, path)
             except MachineError as error:
                 if isinstance(error.__cause__, OSError) and error.__cause__.errno in _ERRNOS_NO_LINKS:
-                    raise ArchiveError(self.description, kind="unsupported") from error
+                    raise ArchiveError(self.description, kind=ArchiveErrorKind.UNSUPPORTED) from error
                 raise
             finally:
                 self._disk.unlink(temporary)

@@ -30,6 +30,7 @@ MAX_NUMBER = 99_999_999
 WRITER_DIGITS = 16
 MAX_HISTORY_CHARS = 128
 MAX_MILESTONES = 32  # of one entry: its first line has a limit
+_BEGIN = f'{{"kind":"{KIND}"'.encode()
 _NUMBER = re.compile(r"[0-9]{8}")
 _ATTEMPT = re.compile(r"(g\d{6,16}-s\d{10,16})-[0-9a-f]{8,32}")
 
@@ -158,6 +159,11 @@ def find_version(data: bytes | memoryview) -> tuple[int, int] | None:
     """Return (generation, step) of an entry of any format; None if it cannot be found."""
     match = re.search(rb'"attempt":\s*"([gs0-9-]{1,64}[0-9a-f-]{1,64})"', bytes(data[:MAX_LINE_BYTES]))
     return parse_attempt_id(match[1].decode()) if match else None
+
+
+def begins_as_entry(data: bytes | memoryview) -> bool:
+    """Return whether an object begins as an entry of any format does: another one may be anybody's."""
+    return bytes(data[: len(_BEGIN)]) == _BEGIN
 
 
 def parse_number(name: str) -> int | None:

@@ -15,7 +15,7 @@ import fsspec
 from elastic_resume.archive import store_errors
 from elastic_resume.archive.address import Address
 from elastic_resume.archive.store import StoredName
-from elastic_resume.errors import ArchiveError, ConfigError
+from elastic_resume.errors import ArchiveError, ArchiveErrorKind, ConfigError
 
 
 class FsspecStore:
@@ -40,7 +40,7 @@ class FsspecStore:
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """See `Store`."""
         del name, data
-        raise ArchiveError(self.description, kind="unsupported")
+        raise ArchiveError(self.description, kind=ArchiveErrorKind.UNSUPPORTED)
 
     def get_range(self, name: str, start: int, size: int) -> memoryview | None:
         """See `Store`."""
@@ -89,9 +89,9 @@ class FsspecStore:
         try:
             yield
         except PermissionError as error:
-            raise store_errors.make_error("forbidden", self.description, operation) from error
+            raise store_errors.make_error(ArchiveErrorKind.FORBIDDEN, self.description, operation) from error
         except TimeoutError as error:
-            raise store_errors.make_error("slow", self.description, operation) from error
+            raise store_errors.make_error(ArchiveErrorKind.SLOW, self.description, operation) from error
         except Exception as error:  # each file system has errors of its own
             kind = store_errors.classify(f"{type(error).__name__}: {error}")
             raise store_errors.make_error(kind, self.description, operation) from error

@@ -29,7 +29,7 @@ _UNKNOWN = (1 << 54, 0)  # of an entry that cannot be read: it may be the newest
 
 @dataclass(frozen=True)
 class CheckpointInArchive:
-    """A `CheckpointSource` in an archive."""
+    """A `StoredCheckpoint` in an archive."""
 
     place: Address
     archive: Archive
@@ -38,20 +38,20 @@ class CheckpointInArchive:
     """Those that count among all that were listed."""
 
     def read_manifest(self) -> Manifest:
-        """See `CheckpointSource`."""
+        """See `StoredCheckpoint`."""
         return self._archived.manifest
 
     def view_image(self, manifest: Manifest, on_verified: Callable[[int], object]) -> memoryview:
-        """See `CheckpointSource`."""
+        """See `StoredCheckpoint`."""
         return self.read_image(manifest, on_verified)
 
     def read_image(self, manifest: Manifest, on_verified: Callable[[int], object]) -> memoryview:
-        """See `CheckpointSource`."""
+        """See `StoredCheckpoint`."""
         del manifest  # it is that of the entry
         return self.archive.read_image(self._archived, on_verified=on_verified)
 
     def verify_image(self, manifest: Manifest, on_verified: Callable[[int], object]) -> None:
-        """See `CheckpointSource`."""
+        """See `StoredCheckpoint`."""
         del manifest
         self.archive.verify_image(self._archived, on_verified)
 
@@ -76,7 +76,7 @@ class FoundArchive:
         """The names of the runs."""
         return tuple(archive.run_id for archive in self.archives)
 
-    def list_sources(self, limit: int = MAX_ENTRIES) -> list[CheckpointInArchive]:
+    def list_checkpoints(self, limit: int = MAX_ENTRIES) -> list[CheckpointInArchive]:
         """Return the newest ``limit`` checkpoints of each run, newest first; raise ArchiveError."""
         found = []
         for archive in self.archives:

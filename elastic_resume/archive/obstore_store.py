@@ -21,7 +21,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from elastic_resume.archive import store_errors
 from elastic_resume.archive.address import Address
 from elastic_resume.archive.store import StoredName
-from elastic_resume.errors import ConfigError
+from elastic_resume.errors import ArchiveErrorKind, ConfigError
 
 _CONNECT_S = 5
 _BASE_S = 30
@@ -139,8 +139,10 @@ class ObstoreStore:
             try:
                 obstore.head(self._make_client(_PROBE_S, 0), "probe")
             except (BaseError, OSError) as error:
-                if store_errors.classify(str(error)) == "credentials":
-                    raise store_errors.make_error("credentials", self.description, "log in") from None
+                if store_errors.classify(str(error)) == ArchiveErrorKind.CREDENTIALS:
+                    raise store_errors.make_error(
+                        ArchiveErrorKind.CREDENTIALS, self.description, "log in"
+                    ) from None
             self._has_credentials = True
 
     def _make_client(self, timeout_s: int, retries: int) -> Any:

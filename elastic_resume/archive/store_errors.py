@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from elastic_resume.errors import ArchiveError
+from elastic_resume.errors import ArchiveErrorKind as Kind
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
@@ -18,65 +19,72 @@ _CREDENTIAL_REQUEST = re.compile(
 _BODY_END = "Debug source"
 
 _KIND_BY_CODE = {
-    "AccessDenied": "forbidden",
-    "AllAccessDisabled": "forbidden",
-    "AuthorizationPermissionMismatch": "forbidden",
-    "AuthenticationFailed": "credentials",
-    "ExpiredToken": "credentials",
-    "InvalidAccessKeyId": "credentials",
-    "InvalidToken": "credentials",
-    "SignatureDoesNotMatch": "credentials",
-    "TokenRefreshRequired": "credentials",
-    "NoSuchBucket": "missing-bucket",
-    "ContainerNotFound": "missing-bucket",
-    "AuthorizationHeaderMalformed": "region",
-    "IllegalLocationConstraintException": "region",
-    "PermanentRedirect": "region",
-    "RequestTimeTooSkewed": "clock-skew",
-    "InvalidObjectState": "frozen",
-    "QuotaExceeded": "quota",
-    "XMinioStorageFull": "quota",
-    "InsufficientStorage": "quota",
-    "NotImplemented": "unsupported",
-    "RequestTimeout": "slow",
+    "AccessDenied": Kind.FORBIDDEN,
+    "AllAccessDisabled": Kind.FORBIDDEN,
+    "AuthorizationPermissionMismatch": Kind.FORBIDDEN,
+    "AuthenticationFailed": Kind.CREDENTIALS,
+    "ExpiredToken": Kind.CREDENTIALS,
+    "InvalidAccessKeyId": Kind.CREDENTIALS,
+    "InvalidToken": Kind.CREDENTIALS,
+    "SignatureDoesNotMatch": Kind.CREDENTIALS,
+    "TokenRefreshRequired": Kind.CREDENTIALS,
+    "NoSuchBucket": Kind.MISSING_BUCKET,
+    "ContainerNotFound": Kind.MISSING_BUCKET,
+    "AuthorizationHeaderMalformed": Kind.REGION,
+    "IllegalLocationConstraintException": Kind.REGION,
+    "PermanentRedirect": Kind.REGION,
+    "RequestTimeTooSkewed": Kind.CLOCK_SKEW,
+    "InvalidObjectState": Kind.FROZEN,
+    "QuotaExceeded": Kind.QUOTA,
+    "XMinioStorageFull": Kind.QUOTA,
+    "InsufficientStorage": Kind.QUOTA,
+    "NotImplemented": Kind.UNSUPPORTED,
+    "RequestTimeout": Kind.SLOW,
 }
-_KIND_BY_STATUS = {401: "credentials", 403: "forbidden", 301: "region", 507: "quota", 501: "unsupported"}
+_KIND_BY_STATUS = {
+    401: Kind.CREDENTIALS,
+    403: Kind.FORBIDDEN,
+    301: Kind.REGION,
+    507: Kind.QUOTA,
+    501: Kind.UNSUPPORTED,
+}
 _SENTENCES = {
-    "credentials": "no valid credentials: set the store's in the environment of every node "
+    Kind.CREDENTIALS: "no valid credentials: set the store's in the environment of every node "
     "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_KEY)"
     " or give the nodes a role; renew expired ones",
-    "forbidden": "access denied: allow these credentials to list, get, put and delete objects there",
-    "missing-bucket": "there is no such bucket: create it, or correct the address (and AWS_ENDPOINT_URL)",
-    "region": "the bucket is in another region: set AWS_REGION to the bucket's",
-    "quota": "its quota or space is used up: free space there, or set --archive-keep",
-    "clock-skew": "this node's clock is wrong by minutes, so the store rejects its signatures: set it by NTP",
-    "frozen": "a lifecycle rule has moved the object to a class that cannot be read: restore it there",
-    "unavailable": "the store cannot be reached or answers with an error: check network, proxy, and "
+    Kind.FORBIDDEN: "access denied: allow these credentials to list, get, put and delete objects there",
+    Kind.MISSING_BUCKET: "there is no such bucket: create it, or correct the address (and AWS_ENDPOINT_URL)",
+    Kind.REGION: "the bucket is in another region: set AWS_REGION to the bucket's",
+    Kind.QUOTA: "its quota or space is used up: free space there, or set --archive-keep",
+    Kind.CLOCK_SKEW: "this node's clock is wrong by minutes, so the store rejects its signatures: set it by "
+    "NTP",
+    Kind.FROZEN: "a lifecycle rule has moved the object to a class that cannot be read: restore it there",
+    Kind.UNAVAILABLE: "the store cannot be reached or answers with an error: check network, proxy, and "
     "AWS_ENDPOINT_URL if it is set",
-    "slow": "the transfer took too long: check the link to the store (at least {rate} is needed)",
-    "cut": "the connection ended within a transfer: check the link to the store, and proxies on the way",
-    "unsupported": "the store does not implement this request",
+    Kind.SLOW: "the transfer took too long: check the link to the store (at least {rate} is needed)",
+    Kind.CUT: "the connection ended within a transfer: check the link to the store, and proxies on the way",
+    Kind.UNSUPPORTED: "the store does not implement this request",
 }
 MIN_RATE_TEXT = "0.5 MB/s"
 
 
-def classify(text: str) -> str:
-    """Return the kind of an obstore error, an ArchiveError's ``kind``, by its text."""
+def classify(text: str) -> Kind:
+    """Return the kind of an obstore error by its text."""
     message, _, debug = text.partition(_BODY_END)
     status, code = _STATUS.search(message), _CODE.search(message)
     if _CREDENTIAL_REQUEST.search(message):
-        return "credentials"
+        return Kind.CREDENTIALS
     if code is not None and code[1] in _KIND_BY_CODE:
         return _KIND_BY_CODE[code[1]]
     if status is not None:
-        return _KIND_BY_STATUS.get(int(status[1]), "unavailable")
+        return _KIND_BY_STATUS.get(int(status[1]), Kind.UNAVAILABLE)
     if "incorrectly configured region" in message:
-        return "region"
+        return Kind.REGION
     if "kind: Timeout" in debug:
-        return "slow"
+        return Kind.SLOW
     if "kind: Interrupted" in debug or "IncompleteMessage" in debug or "body error" in message:
-        return "cut"
-    return "unavailable"
+        return Kind.CUT
+    return Kind.UNAVAILABLE
 
 
 def is_missing(text: str) -> bool:
@@ -87,10 +95,10 @@ def is_missing(text: str) -> bool:
 
 
 def _is_missing_key(code: str) -> bool:
-    return _KIND_BY_CODE.get(code) != "missing-bucket"
+    return _KIND_BY_CODE.get(code) != Kind.MISSING_BUCKET
 
 
-def make_error(kind: str, description: str, operation: str, text: str = "") -> ArchiveError:
+def make_error(kind: Kind, description: str, operation: str, text: str = "") -> ArchiveError:
     """Return the error for an operation on the store that is described as ``description``."""
     message, _, _ = text.partition(_BODY_END)
     status, code = _STATUS.search(message), _CODE.search(message)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_resume import constants, events
 from elastic_resume.archive.address import Address, parse_source
 from elastic_resume.archive.location import FoundArchive
-from elastic_resume.checkpoint.source import CheckpointSource, DirectorySource
+from elastic_resume.checkpoint.stored import CheckpointInDirectory, StoredCheckpoint
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
 from elastic_resume.report import archived_run, checkpoints, summary
@@ -98,11 +98,11 @@ def default_ckpt_dir() -> Path:
 
 def report(args: argparse.Namespace) -> int:
     """Print the report of a run, or write its page; the exit code is always 0."""
-    with archived_run.copy_events(args.paths or [default_ckpt_dir()]) as paths:
+    with archived_run.copy_events(args.paths or [default_ckpt_dir()]) as (paths, archived):
         loaded = load_run(paths)
     run_report = summary.build_run_report(
         loaded.events,
-        checkpoint_entries=loaded.checkpoints,
+        checkpoint_entries=[*loaded.checkpoints, *archived],
         stacks=loaded.stacks,
         problems=loaded.problems,
         now=time.time(),
@@ -174,11 +174,11 @@ def export(args: argparse.Namespace) -> int:
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
 
     file_format = args.format or exporting.guess_format(args.target)
-    for source in _export_sources(found):
+    for stored in _list_stored(found):
         try:
-            manifest = source.read_manifest()
+            manifest = stored.read_manifest()
             exported = exporting.export(
-                source,
+                stored,
                 manifest,
                 args.target,
                 name=args.object,
@@ -192,7 +192,7 @@ def export(args: argparse.Namespace) -> int:
             continue
         age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
         write_stdout(
-            f"{args.object} of {source.place} "
+            f"{args.object} of {stored.place} "
             f"(generation {manifest.generation}, step {manifest.step}, {age_text} old)\n"
         )
         size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
@@ -206,19 +206,19 @@ def export(args: argparse.Namespace) -> int:
     raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` shows why.")
 
 
-def _export_sources(found: FoundPath | FoundArchive) -> list[CheckpointSource]:
+def _list_stored(found: FoundPath | FoundArchive) -> list[StoredCheckpoint]:
     """Return the named checkpoint, or those of the nodes, newest first."""
     if len(found.run_ids) > 1:
         raise UsageError(
             f"{found.path}: holds {len(found.run_ids)} runs; give one: {', '.join(found.run_ids[:20])}."
         )
     if isinstance(found, FoundArchive):
-        return [*found.list_sources()]
+        return [*found.list_checkpoints()]
     if found.level == "checkpoint":
-        return [DirectorySource(found.path)]
+        return [CheckpointInDirectory(found.path)]
     valid = [entry for entry in checkpoints.list_checkpoints(found) if entry.state == "valid"]
     newest_first = sorted(valid, key=lambda entry: (entry.generation or 0, entry.step or 0), reverse=True)
-    return [DirectorySource(Path(str(entry.path))) for entry in newest_first]
+    return [CheckpointInDirectory(Path(str(entry.path))) for entry in newest_first]
 
 
 # ---- diff --------------------------------------------------------------------------------------------

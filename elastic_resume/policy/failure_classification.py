@@ -118,6 +118,8 @@ class Failure:
     """The number of nodes with a like failure."""
     gpu_error: GpuError | None = None
     """What its exception reports of a GPU."""
+    is_worth_requeue: bool = False
+    """The worker reported that another start, some time later, may not meet the error."""
 
     @property
     def is_secondary(self) -> bool:
@@ -390,6 +392,7 @@ def _classify_exception(
         _count_or_none(report.get("step")),
         bool(report.get("deterministic")),
         gpu_error=gpu_error,
+        is_worth_requeue=report.get("worth_requeue") is True,
     )
     if report.get("is_proving") is True and gpu_error is None and not failure.is_secondary:
         return replace(failure, kind=NOT_PROVED)  # in the steps that are computed again

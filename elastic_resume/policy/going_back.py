@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from elastic_resume import milestone
-from elastic_resume.errors import ConfigError, NoValidCheckpointError
+from elastic_resume.errors import ConfigError, NoValidCheckpointError, UnreadableError
 from elastic_resume.milestone import LATEST, MAX_WAYS_BACK, OFF, Milestone, Version, WayBack
 from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import (
@@ -54,7 +54,7 @@ def parse_setting(setting: str, value: object) -> str | None:
     return request
 
 
-def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
+def plan_with_request(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     """Plan to go on from the newest state, or to go back if a node requests it and it is not done.
 
     Errors are those of `resume_plan.choose_resume_plan`, and:
@@ -112,7 +112,7 @@ def plan_resume(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
 
 
 def find_due_request(inventories: Sequence[Inventory], mode: str) -> str:
-    """Return the request that `plan_resume` is about to do, or ""; errors as there."""
+    """Return the request that `plan_with_request` is about to do, or ""; errors as there."""
     request = _find_request(inventories)
     is_due = request and not _is_done(resume_plan.choose_resume_plan(inventories, mode), request)
     return request if is_due else ""
@@ -188,7 +188,7 @@ def may_mean(request: str, version: tuple[int, int], names: Collection[str]) -> 
 
 def _is_meant(rejected: RejectedState, request: str) -> bool:
     """Return whether the request may mean a state that cannot be loaded, or is in a tier that cannot."""
-    is_tier = rejected.kind == "unreadable" and rejected.version == (0, 0)
+    is_tier = rejected.kind == UnreadableError.kind and rejected.version == (0, 0)
     return is_tier or may_mean(request, rejected.version, rejected.milestones)
 
 
@@ -216,5 +216,5 @@ def _make_missing_error(
         "or leave --resume-from out to go on from the newest."
     )
     # A read that failed now may succeed at the next attempt.
-    error.is_deterministic = not any(each.kind == "unreadable" for each in meant)
+    error.is_deterministic = not any(each.kind == UnreadableError.kind for each in meant)
     return error

@@ -98,12 +98,12 @@ class Verdict:
     is_batch_changed: bool = False
 
 
-def plan_resume(inventories: Sequence[Inventory], mode: str, world_size: int) -> ResumePlan:
+def plan_with_proof(inventories: Sequence[Inventory], mode: str, world_size: int) -> ResumePlan:
     """Choose the state to resume from: the newest, or an earlier one from which the newest is computed again.
 
-    ``mode`` and errors are those of `going_back.plan_resume`.
+    ``mode`` and errors are those of `going_back.plan_with_request`.
     """
-    plan = going_back.plan_resume(inventories, mode)
+    plan = going_back.plan_with_request(inventories, mode)
     newest = plan.saved_state_for(plan.source_node)
     if newest is None or plan.goes_back or not _can_be_repeated(inventories, plan, newest, world_size):
         return plan

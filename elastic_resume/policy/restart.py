@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_resume import constants
-from elastic_resume.errors import ArchiveOutageError
 from elastic_resume.events import Event
 from elastic_resume.policy import failure_classification
 from elastic_resume.policy.failure_classification import (
@@ -482,7 +481,7 @@ class AgentEnd(Enum):
 def is_worth_requeue(reason: object) -> bool:
     """Whether the job ended for something that another start, some time later, may not meet."""
     given_up = reason.reason if isinstance(reason, GaveUp) else None
-    return isinstance(given_up, SameErrorAgain) and given_up.failure.type == ArchiveOutageError.__name__
+    return isinstance(given_up, SameErrorAgain) and given_up.failure.is_worth_requeue
 
 
 def decide_exit_code(end: AgentEnd, code: int, *, speaks_for_job: bool) -> int:

@@ -18,7 +18,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic_resume.errors import ArchiveError, ArchiveOutageError, NoValidCheckpointError
+from elastic_resume.errors import (
+    ArchiveError,
+    ArchiveErrorKind,
+    ArchiveOutageError,
+    CorruptError,
+    ForeignError,
+    NewerFormatError,
+    NoValidCheckpointError,
+    UnreadableError,
+)
 from elastic_resume.milestone import Milestone, Version, WayBack
 
 MEMORY, DISK, ARCHIVE = "memory", "disk", "archive"
@@ -26,7 +35,6 @@ ASIDE = "aside"
 MAX_CHAIN_NODES = 16
 MAX_READERS = 8  # nodes that read an archived state; each takes the shares of all others
 MIN_SHARE_BLOCKS = 2
-ARCHIVE_OUTAGES = {"unavailable", "slow", "cut"}  # kinds of an ArchiveError that pass without a person
 
 
 @dataclass(frozen=True)
@@ -74,14 +82,14 @@ class RejectedState:
     name: str
     reason: str
     version: tuple[int, int] = (0, 0)  # (generation, step) by its name; (0, 0) if unreadable
-    kind: str = "corrupt"
+    kind: str = CorruptError.kind
     milestones: tuple[str, ...] = ()
-    archive_error: str = ""
+    archive_error: ArchiveErrorKind | None = None
 
     @property
     def blocks_older(self) -> bool:
         """Whether resuming from an older state would lose valid steps."""
-        return self.kind == "newer"
+        return self.kind == NewerFormatError.kind
 
 
 @dataclass(frozen=True)
@@ -295,7 +303,7 @@ def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
 def _newest_known_generation(nodes: Sequence[Inventory]) -> int:
     """Return the greatest generation that any node knows, also of deleted and unreadable states."""
     states = [state.generation for node in nodes for state in node.saved_states]
-    rejected = [r.version[0] for node in nodes for r in node.rejected if r.kind != "foreign"]
+    rejected = [r.version[0] for node in nodes for r in node.rejected if r.kind != ForeignError.kind]
     return max([*(max(node.generation, node.committed_generation) for node in nodes), *states, *rejected])
 
 
@@ -320,7 +328,7 @@ def _refuse_to_start_over(nodes: Sequence[Inventory]) -> None:
             "Repair one, or start over on purpose with --resume never."
         )
         # A read that failed now may succeed at the next attempt.
-        error.is_deterministic = not any(rejected.kind == "unreadable" for rejected in found)
+        error.is_deterministic = not any(rejected.kind == UnreadableError.kind for rejected in found)
         raise error
     had = [node.node for node in nodes if node.committed_generation]
     if had:
@@ -363,12 +371,12 @@ def judge_archive_error(error: RejectedState, waited_s: float, patience_s: float
 
     A start without it could go back, or lose what is archived. Its generations count with ``--resume never``.
     """
-    sentence = f"{error.reason.rstrip('.')}."
-    if error.archive_error not in ARCHIVE_OUTAGES:
+    sentence, kind = f"{error.reason.rstrip('.')}.", error.archive_error or ArchiveErrorKind.UNAVAILABLE
+    if not kind.can_pass:
         end = ArchiveError(
             f"{sentence} The archive may hold a newer state than the nodes, so nothing was started or "
             "changed. Mend that, or ignore what is archived with --archive off.",
-            kind=error.archive_error,
+            kind=kind,
         )
         end.is_deterministic = True
         return end
@@ -377,7 +385,7 @@ def judge_archive_error(error: RejectedState, waited_s: float, patience_s: float
     return ArchiveOutageError(
         f"the archive could not be read for {waited_s / 60:.0f} min: {sentence} It may hold a newer state "
         "than the nodes, so nothing was changed; run the same command again when the archive is back.",
-        kind=error.archive_error,
+        kind=kind,
     )
 
 
@@ -416,7 +424,7 @@ def add_states(inventory: Inventory, more: Inventory) -> Inventory:
 
 
 def reject_saved_state(
-    inventory: Inventory, saved_state: SavedState, name: str, reason: str, kind: str = "corrupt"
+    inventory: Inventory, saved_state: SavedState, name: str, reason: str, kind: str = CorruptError.kind
 ) -> Inventory:
     """Return the inventory of a node that has just failed to read ``saved_state``."""
     return replace(

@@ -207,7 +207,7 @@ def describe_event(kind: str, reason: Any, *, node: str, generation: int) -> str
 def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -> str:
     last = describe_failure(reason.failure)
     match reason:
-        case restart.SameErrorAgain(failure) if failure.type in {"NotProvedError", "ArchiveOutageError"}:
+        case restart.SameErrorAgain(failure) if failure.is_worth_requeue or failure.type == "NotProvedError":
             return f"{last}."
         case restart.SameErrorAgain():
             return f"{last}. Starting again would meet the same error."

@@ -1,4 +1,7 @@
-"""Bring the events of a run from an archive into a temporary directory, where `load_run` reads them."""
+"""Bring the events of a run from an archive into a temporary directory, where `load_run` reads them.
+
+The checkpoints of the archive are listed, and stay there.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from pathlib import Path
 
 from elastic_resume import constants
 from elastic_resume.archive.address import Address
-from elastic_resume.archive.location import find_archive
+from elastic_resume.archive.location import FoundArchive, find_archive
 from elastic_resume.errors import UsageError
+from elastic_resume.report.checkpoints import CheckpointEntry, list_checkpoints
 
 
 @contextlib.contextmanager
-def copy_events(places: Sequence[Path | Address]) -> Iterator[list[Path]]:
-    """Yield a path for each place: that of a directory, or of copies that exist within the context.
+def copy_events(places: Sequence[Path | Address]) -> Iterator[tuple[list[Path], list[CheckpointEntry]]]:
+    """Yield a path for each place, and the checkpoints of those that are in an archive.
+
+    The path is that of a directory, or of copies that exist within the context.
 
     Raises:
         UsageError: there are no events at an address, or those of several runs.
@@ -23,18 +29,19 @@ def copy_events(places: Sequence[Path | Address]) -> Iterator[list[Path]]:
 
     """
     with contextlib.ExitStack() as cleanup:
-        paths = []
+        paths, archived = list[Path](), list[CheckpointEntry]()
         for place in places:
             if isinstance(place, Address):
                 directory = tempfile.TemporaryDirectory(prefix="elastic_resume-report-")
-                paths.append(_copy_run(place, Path(cleanup.enter_context(directory))))
+                found = find_archive(place)
+                paths.append(_copy_run(place, found, Path(cleanup.enter_context(directory))))
+                archived += list_checkpoints(found)
             else:
                 paths.append(place)
-        yield paths
+        yield paths, archived
 
 
-def _copy_run(address: Address, directory: Path) -> Path:
-    found = find_archive(address)
+def _copy_run(address: Address, found: FoundArchive, directory: Path) -> Path:
     if len(found.archives) > 1:
         raise UsageError(f"{address}: holds {len(found.run_ids)} runs; give one: {', '.join(found.run_ids)}.")
     (archive,) = found.archives

@@ -205,12 +205,17 @@ class CheckpointEntry:
     written_at: float | None = None
     milestones: tuple[Milestone, ...] = ()
 
+    @property
+    def is_archived(self) -> bool:
+        """Whether it is in an archive, and not on its node's disk."""
+        return isinstance(self.path, Address)
+
 
 def list_checkpoints(found: FoundPath | FoundArchive, *, deep: bool = False) -> Iterator[CheckpointEntry]:
     """Yield every checkpoint, node by node, newest first, then the quarantined ones."""
     if isinstance(found, FoundArchive):
-        for source in found.list_sources():
-            yield _check_archived(source, deep)
+        for stored in found.list_checkpoints():
+            yield _check_archived(stored, deep)
         return
     if found.level == "checkpoint":
         path = found.path
@@ -299,17 +304,17 @@ def _check(entry: CatalogEntry, run_id: str | None, *, deep: bool) -> CatalogEnt
         return replace(entry, manifest=None, error=error)
 
 
-def _check_archived(source: CheckpointInArchive, deep: bool) -> CheckpointEntry:
-    run_id, place = source.archive.run_id, source.place
+def _check_archived(stored: CheckpointInArchive, deep: bool) -> CheckpointEntry:
+    run_id, place = stored.archive.run_id, stored.place
     try:
-        manifest = source.read_manifest()
+        manifest = stored.read_manifest()
         error: CheckpointError | None = None
         if deep:
             with show_progress(f"reading {place.name}", manifest.file_bytes) as set_done:
-                source.verify_image(manifest, set_done)
+                stored.verify_image(manifest, set_done)
     except CheckpointError as caught:
         error = caught
-        if isinstance(source.entry, BadEntry):
+        if isinstance(stored.entry, BadEntry):
             return CheckpointEntry(place, run_id, "-", BAD, str(error).rstrip("."))
     return CheckpointEntry(
         path=place,
@@ -322,7 +327,7 @@ def _check_archived(source: CheckpointInArchive, deep: bool) -> CheckpointEntry:
         world_size=manifest.world_size,
         bytes=manifest.file_bytes,
         written_at=manifest.written_at,
-        milestones=source.milestones,
+        milestones=stored.milestones,
     )
 
 

@@ -73,6 +73,7 @@ STATE_LABELS = {
     checkpoints.BAD: ("bad", "BAD"),
     checkpoints.QUARANTINED: ("bad", "quarantined"),
 }
+ARCHIVED_LABEL = ("good", "in the archive")
 
 
 def render_page(report: RunReport, title: str = "") -> str:
@@ -218,10 +219,12 @@ def _generation_rows(report: RunReport) -> list[dict[str, Any]]:
 
 
 def _checkpoint_rows(report: RunReport) -> list[dict[str, Any]]:
-    """Return a row for each generation and step of the checkpoints on disk, the newest first."""
+    """Return a row for each generation and step of the checkpoints, the newest first."""
     steps: dict[tuple[int, int], dict[tuple[str, str, str], list[str]]] = defaultdict(dict)
     for entry in report.checkpoints:
-        key = (*STATE_LABELS[entry.state], entry.reason or format_bytes(entry.bytes))
+        is_in_archive = entry.is_archived and entry.state == checkpoints.VALID
+        label = ARCHIVED_LABEL if is_in_archive else STATE_LABELS[entry.state]
+        key = (*label, entry.reason or format_bytes(entry.bytes))
         steps[entry.generation or 0, entry.step or 0].setdefault(key, []).append(entry.node)
     return [{"rows": sorted(steps.items(), reverse=True)[:MAX_CHECKPOINT_STEPS]}] if steps else []
 

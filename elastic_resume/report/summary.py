@@ -251,7 +251,7 @@ class RunReport:
 
     @property
     def newest_checkpoint_step(self) -> int | None:
-        """The step of the newest valid checkpoint on disk; None if there is none."""
+        """The step of the newest valid checkpoint; None if there is none."""
         valid = [entry for entry in self.checkpoints if entry.state == checkpoints.VALID]
         versions = [(entry.generation or 0, entry.step or 0) for entry in valid]
         return max(versions)[1] if versions else None
@@ -268,9 +268,9 @@ def build_run_report(
 ) -> RunReport:
     """Build the report of one run.
 
-    ``checkpoint_entries`` are the checkpoints on disk. ``now`` is the present in Unix seconds, if the run
-    may still be running; ``boot_stamp`` is the present as `events.boot_fields` gives it, used if the run
-    is on this machine.
+    ``checkpoint_entries`` are the checkpoints on disk and in an archive. ``now`` is the present in Unix
+    seconds, if the run may still be running; ``boot_stamp`` is the present as `events.boot_fields` gives it,
+    used if the run is on this machine.
     """
     timeline = event_log.build_timeline(events)
     boot_time = get_boot_time(boot_stamp or {})
@@ -493,9 +493,15 @@ def _describe_checkpoints(report: RunReport) -> str:
     states = Counter(entry.state for entry in report.checkpoints)
     if not states:
         return ""
-    holders = sorted({entry.node for entry in report.checkpoints if entry.state == checkpoints.VALID})
-    count, step = states[checkpoints.VALID], report.newest_checkpoint_step
-    parts = [f"{format_count(count, 'checkpoint')} on {fold_node_names(holders, 40) or 'no node'}"]
+    valid = [entry for entry in report.checkpoints if entry.state == checkpoints.VALID]
+    nodes = [entry.node for entry in valid if not entry.is_archived]
+    num_archived, step = len(valid) - len(nodes), report.newest_checkpoint_step
+    parts = []
+    if nodes or not num_archived:
+        names = fold_node_names(sorted({*nodes}), 40) or "no node"
+        parts += [f"{format_count(len(nodes), 'checkpoint')} on {names}"]
+    if num_archived:
+        parts += [f"{format_count(num_archived, 'checkpoint')} in the archive"]
     parts += [f"newest: step {step}"] if step is not None else []
     for state, text in ((checkpoints.BAD, "bad"), (checkpoints.QUARANTINED, "in quarantine")):
         parts += [f"{states[state]} {text}"] if states[state] else []

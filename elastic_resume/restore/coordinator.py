@@ -40,6 +40,7 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.shards import shard_index
 from elastic_resume.errors import (
     MIXED_HARDWARE_HINT,
+    ArchiveErrorKind,
     ConfigError,
     DivergenceError,
     ElasticResumeError,
@@ -160,7 +161,7 @@ def restore(
     wait = _ArchiveWait(context)
     while True:
         inventories = _list_all_that_counts(context, sources, inventories, wait)
-        plan = proof.plan_resume(inventories, context.settings.resume, context.collectives.size)
+        plan = proof.plan_with_proof(inventories, context.settings.resume, context.collectives.size)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)
@@ -474,7 +475,14 @@ def _find_archive_failure(
         return None
     name = sources[ARCHIVE].name_of(state)
     reason = f"{name}: {reason}"
-    return RejectedState(plan.source_node, name, reason, state.version, kind, archive_error="unavailable")
+    return RejectedState(
+        plan.source_node,
+        name,
+        reason,
+        state.version,
+        kind,
+        archive_error=ArchiveErrorKind.UNAVAILABLE,
+    )
 
 
 def _exclude_failed_states(

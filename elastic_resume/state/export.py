@@ -26,7 +26,7 @@ from elastic_resume.checkpoint.atomic_io import DISK, temporary_name, translate_
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.source import CheckpointSource
+from elastic_resume.checkpoint.stored import StoredCheckpoint
 from elastic_resume.console import show_progress
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves, open_image
@@ -51,7 +51,7 @@ def guess_format(target: Path) -> str:
 
 
 def export(
-    source: CheckpointSource,
+    stored: StoredCheckpoint,
     manifest: Manifest,
     target: Path,
     *,
@@ -62,7 +62,7 @@ def export(
     """Write the tensors of the tracked object ``name`` to ``target``.
 
     Args:
-        source: a checkpoint, on disk or in an archive.
+        stored: a checkpoint, on disk or in an archive.
         manifest: its manifest.
         target: the file to write.
         name: the tracked object: ``model`` for ``er.resume(model=…)``.
@@ -76,9 +76,9 @@ def export(
 
     """
     _check_target(target, force=force)
-    with show_progress(f"reading {source.place.name}", manifest.file_bytes) as set_done:
-        image = source.read_image(manifest, set_done)
-    checkpoint = open_image(source.place, manifest, image)
+    with show_progress(f"reading {stored.place.name}", manifest.file_bytes) as set_done:
+        image = stored.read_image(manifest, set_done)
+    checkpoint = open_image(stored.place, manifest, image)
     references, skipped = _find_references(checkpoint.state, name)
     if file_format == "safetensors":
         byte_count = _write_safetensors(target, checkpoint, references)

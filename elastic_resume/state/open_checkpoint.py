@@ -24,7 +24,7 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import translate_read_errors
-from elastic_resume.checkpoint.source import CheckpointSource, DirectorySource, Place
+from elastic_resume.checkpoint.stored import CheckpointInDirectory, Place, StoredCheckpoint
 from elastic_resume.console import show_progress
 from elastic_resume.errors import (
     CheckpointError,
@@ -96,13 +96,13 @@ def open_checkpoint(path: Path | Address, *, shows_progress: bool = False) -> Op
         ArchiveError: the archive cannot be reached.
 
     """
-    is_one, sources = _list_archived(path) if isinstance(path, Address) else _list_directories(path)
-    if not sources:
+    is_one, checkpoints = _list_archived(path) if isinstance(path, Address) else _list_directories(path)
+    if not checkpoints:
         raise NoValidCheckpointError(f"{path}: there is no such checkpoint in the archive; ls shows what is.")
     problems = []
-    for source in sources:
+    for stored in checkpoints:
         try:
-            return _open_source(source, shows_progress)
+            return _open_stored(stored, shows_progress)
         except CheckpointError as error:
             if is_one:
                 raise
@@ -134,33 +134,33 @@ def _decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
     return state
 
 
-def _list_directories(path: Path) -> tuple[bool, list[CheckpointSource]]:
+def _list_directories(path: Path) -> tuple[bool, list[StoredCheckpoint]]:
     """Return whether ``path`` is one checkpoint, and each one of it, newest first."""
     if path.name in {constants.MANIFEST_FILE, constants.STATE_FILE}:
         path = path.parent
     with translate_read_errors(path):
         entries = _list_checkpoints(path)
     if not entries:
-        return True, [DirectorySource(path)]
+        return True, [CheckpointInDirectory(path)]
     entries = sorted(entries, key=lambda entry: entry.version, reverse=True)
-    return False, [DirectorySource(entry.path, entry.error) for entry in entries]
+    return False, [CheckpointInDirectory(entry.path, entry.error) for entry in entries]
 
 
-def _list_archived(address: Address) -> tuple[bool, list[CheckpointSource]]:
+def _list_archived(address: Address) -> tuple[bool, list[StoredCheckpoint]]:
     """Return what `_list_directories` does, for an archive."""
     found = find_archive(address)
     if len(found.run_ids) > 1:
         names = ", ".join(found.run_ids[:20])
         raise UsageError(f"{address}: holds {len(found.run_ids)} runs; add one to the address: {names}.")
-    return found.level == "checkpoint", [*found.list_sources(_MAX_ARCHIVED)]
+    return found.level == "checkpoint", [*found.list_checkpoints(_MAX_ARCHIVED)]
 
 
-def _open_source(source: CheckpointSource, shows_progress: bool) -> OpenCheckpoint:
-    manifest = source.read_manifest()
+def _open_stored(stored: StoredCheckpoint, shows_progress: bool) -> OpenCheckpoint:
+    manifest = stored.read_manifest()
     if not shows_progress:
-        return open_image(source.place, manifest, source.view_image(manifest, lambda _: None))
-    with show_progress(f"reading {source.place.name}", manifest.file_bytes) as set_done:
-        return open_image(source.place, manifest, source.view_image(manifest, set_done))
+        return open_image(stored.place, manifest, stored.view_image(manifest, lambda _: None))
+    with show_progress(f"reading {stored.place.name}", manifest.file_bytes) as set_done:
+        return open_image(stored.place, manifest, stored.view_image(manifest, set_done))
 
 
 def open_image(place: Place, manifest: Manifest, memory: memoryview) -> OpenCheckpoint:

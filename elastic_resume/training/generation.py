@@ -331,6 +331,10 @@ class Generation:
             logger.warning(f"node {self.context.node}: {error}")
             return
         self.emit("milestone", name=milestone.name, metric=milestone.metric, path=str(path))
+        if self.context.collectives.rank == 0:
+            metric = "" if milestone.metric is None else f" (metric {milestone.metric:.6g})"
+            step = self.progress.position.step
+            logger.info(f"step {step} is saved as milestone {milestone.name!r}{metric}.")
 
     def end_replay(self) -> None:
         """End the proof of a resume where the script ends."""

@@ -181,6 +181,7 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
         "detail": _cut("\n".join(lines[1:])),  # NCCL names the cause in its last line
         "frame": place,
         "deterministic": isinstance(error, ElasticResumeError) and error.is_deterministic,
+        "worth_requeue": isinstance(error, ElasticResumeError) and error.is_worth_requeue,
     }
     if _training_position["is_proving"]() and not isinstance(error, NotProvedError):
         fields |= {"deterministic": False, "is_proving": True}

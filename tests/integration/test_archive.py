@@ -398,7 +398,7 @@ def test_two_jobs_at_once_lose_nothing(proxy: FaultProxy, tmp_path: Path, kind: 
 # ---- commands ------------------------------------------------------------------------------------------
 
 
-def test_commands_take_addresses(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_addresses(address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """An archive, a run in it, and one checkpoint."""
     archive = open_archive(address, RUN)
     archive_step(archive, 5, milestones=[Milestone("best", 0.5)])
@@ -431,7 +431,10 @@ def test_commands_take_addresses(address: str, capfd: pytest.CaptureFixture[str]
     assert (code, "no events of the run" in text) == (1, True)
     archive.put_events("node-a", b'{"t":1.0,"event":"agent-start","node":"node-a","run_id":"run-1"}\n')
     code, text = command("report", run)
-    assert code == 0, text
+    assert (code, "2 checkpoints in the archive, newest: step 6" in text) == (0, True), text
+    page = tmp_path / "report.html"
+    assert command("report", run, "--html", str(page))[0] == 0
+    assert "in the archive" in page.read_text()
     (finding,) = check_archive(address)
     assert (finding.value.startswith(f"{address}: answers in"), finding.problem) == (True, "")
     assert er.load(run, name=None) == {"step": 6}

@@ -113,6 +113,8 @@ def test_job_goes_back_once_whatever_repeats_the_request(
     assert "quarantined" not in report
     assert "went back, as --resume-from good requests: 15 newer steps given up" in output
     assert "--resume-from good was done before, so it goes on from the newest state" in output
+    outputs = [job.cluster.output(index) for index in job.nodes]
+    assert [text.count("step 5 is saved as milestone 'good'.") for text in outputs] == [1, *[0] * (NODES - 1)]
 
 
 def test_new_nodes_go_back_to_an_archived_milestone(

@@ -74,10 +74,17 @@ from elastic_resume.mechanisms.mechanism import AgentPart
 
 class Reader(AgentPart):
     def __init__(self, context):
-        context.committer.checkpoint_readers.append(lambda path: print("reads", path.name, flush=True))
+        context.committer.checkpoint_readers.append(lambda path: self.print("reads", path.name))
+
+    def print(self, *words):
+        print(*words, file=sys.stderr, flush=True)
+
+    def observe(self, event):
+        if event["event"] == "agent-end":
+            self.print("observes", event["message"])
 
     def close(self):
-        print("closed", flush=True)
+        self.print("closed")
 
 make = agent.make_agent_parts
 agent.make_agent_parts = lambda context: {**make(context), Reader(context): None}
@@ -124,10 +131,24 @@ def test_readers_of_checkpoints_get_the_last_one(agents: Agents) -> None:
     assert agent.wait(60) == 128 + signal.SIGTERM
     (copy,) = Catalog(agents.directory / "checkpoints" / "train" / "a", "train").list_valid()
     lines = agents.log().splitlines()
-    assert [line for line in lines if line.startswith(("reads", "closed"))] == [
+    assert [line for line in lines if line.startswith(("reads", "observes", "closed"))] == [
         f"reads {copy.path.name}",
+        "observes stopped by SIGTERM.",
         "closed",
     ]
+
+
+def test_reason_of_a_failure_precedes_the_last_uploads(agents: Agents) -> None:
+    """A part is closed last, which may upload a checkpoint for minutes; the user's command gets it before."""
+    program = agents.directory / "agent.py"
+    program.write_text(READING_AGENT)
+    agents.command = [sys.executable, str(program), "run"]
+    agents.script("raise ValueError('wrong data')")
+    assert agents.start("--max-restarts=0", "train.py").wait(60) == 1
+    lines = agents.log().splitlines()
+    (reason,) = [line for line in lines if line.startswith("elastic_resume[a] failed: ")]
+    after = lines[lines.index(reason) + 1 :]
+    assert [line.partition(" ")[0] for line in after] == ["observes", "closed"], agents.log()
 
 
 def test_drain_kills_worker_after_grace(agents: Agents) -> None:

@@ -95,7 +95,9 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def test_milestones_outlive_pruning_and_only_the_best_of_a_metric_does(job: Job) -> None:
+def test_milestones_outlive_pruning_and_only_the_best_of_a_metric_does(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A second name of one checkpoint keeps the first, and saving a committed step again names it."""
     saves: dict[int, tuple[Any, ...]] = {2: ("eval",), 3: ("best", 0.5), 4: ("best", torch.tensor(0.25))}
     saves |= {5: ("eval",), 6: ("best", 0.75), 7: ("best", 0.5), 8: (), 9: ()}
@@ -119,6 +121,12 @@ def test_milestones_outlive_pruning_and_only_the_best_of_a_metric_does(job: Job)
     }
     names = [(event["step"], event["name"], event["metric"]) for event in job.events("milestone")]
     assert names[:3] == [(2, "eval", None), (3, "best", 0.5), (4, "best", 0.25)]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "is saved as milestone" in line]
+    assert lines[:2] == [
+        "elastic_resume: step 2 is saved as milestone 'eval'.",
+        "elastic_resume: step 3 is saved as milestone 'best' (metric 0.5).",
+    ]
+    assert len(lines) == len(names)
 
 
 def test_loaded_step_can_become_a_milestone(job: Job) -> None:

@@ -51,15 +51,20 @@ class ArchivingJob:
         self.archive, self._writer = archive, secrets.token_hex(8)
         self._first_number = archive.find_next_number()
 
-    def begin(self, step: int, generation: int = 1, seed: int | None = None) -> Attempt | None:
+    def begin(
+        self, step: int, generation: int = 1, seed: int | None = None, node: str = "node-a"
+    ) -> Attempt | None:
         """Begin to archive a step; None if it is archived already. The bytes follow from ``seed``."""
-        blocks = make_whole_manifest(make_image(step if seed is None else seed)).blocks
+        manifest = make_whole_manifest(make_image(step if seed is None else seed), generation, step)
         nonce = self._writer + secrets.token_hex(8)
-        return self.archive.begin((generation, step), nonce, self._first_number, blocks)
+        own = replace(manifest, node=node)
+        return self.archive.begin((generation, step), nonce, self._first_number, own)
 
-    def archive_step(self, step: int, generation: int = 1, seed: int | None = None) -> bool:
+    def archive_step(
+        self, step: int, generation: int = 1, seed: int | None = None, node: str = "node-a"
+    ) -> bool:
         """Archive a step; return False if it is archived already."""
-        attempt, image = self.begin(step, generation, seed), make_image(step if seed is None else seed)
+        attempt, image = self.begin(step, generation, seed, node), make_image(step if seed is None else seed)
         if attempt is not None:
             put_parts(self.archive, attempt, image)
             commit(self.archive, attempt, image)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -44,12 +45,18 @@ def make_manifest(generation: int = 1, step: int = 1, *, run_id: str = RUN, stat
 
 
 def save_checkpoint(
-    node_dir: Path, generation: int = 1, step: int = 1, *, seed: int | None = None, disk: Disk = DISK
+    node_dir: Path,
+    generation: int = 1,
+    step: int = 1,
+    *,
+    seed: int | None = None,
+    disk: Disk = DISK,
+    node: str = "node-a",
 ) -> Path:
     """Commit a small checkpoint of several blocks; its bytes follow from ``seed`` (default: the step)."""
     with CheckpointTransaction(node_dir, generation, step, disk, block_bytes=SMALL_BLOCK) as writer:
         writer.write(make_image(step if seed is None else seed))
-        return writer.commit(make_manifest(generation, step))
+        return writer.commit(replace(make_manifest(generation, step), node=node))
 
 
 def save_image(node_dir: Path, manifest: Manifest, image: memoryview, disk: Disk = DISK) -> Path:

@@ -15,12 +15,11 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 2.0
 MAX_PAUSE_S = 300.0
 LOG_REPEAT_S = 60.0
-_PASSING_KINDS = {"unavailable", "slow", "cut"}
 
 
 def can_pass(error: Exception) -> bool:
     """Return whether waiting may mend it; wrong credentials or a missing bucket stay until a person acts."""
-    return isinstance(error, ArchiveError) and error.kind in _PASSING_KINDS
+    return isinstance(error, ArchiveError) and error.kind.can_pass
 
 
 def find_pause_s(count: int, max_pause_s: float = MAX_PAUSE_S) -> float:

@@ -7,6 +7,7 @@ Every node reports the checkpoints that it could upload, and how far it is. The 
               │ nobody held │  └────────┴──────────┴──► dropped: no progress, no node holds it, or its
               └─ the step ──┘                            number is taken; due again at once
 
+- *due*: the leader asks for the newest step. Nodes answer only then, since it changes all the time.
 - *requested*: all nodes commit ``request_step``, since each one commits at other steps by itself. A request
   is dropped, and due again, if all nodes have gone back behind where it was made.
 - *chosen*: the owner, the first node that holds it, fixes the number in the archive's log.
@@ -114,10 +115,15 @@ class NodeReport:
     every_s: float = 0.0
     every_steps: int = 0
     """The interval; 0: it is `every_s`."""
+    query: int = 0
+    """`ArchiveVerdict.query` of the newest verdict that this node has."""
     step: int = 0
-    """The newest that its workers have finished, 0 while none runs."""
+    """The newest that its workers have finished, 0 while none runs, if `ArchiveVerdict.asks_step`.
+
+    While a step is requested: that one once it is passed, `ArchiveVerdict.requested_at` before, and less than
+    that if the job went back."""
     step_s: float = 0.0
-    """0 before it is measured."""
+    """0 before it is measured, and where the leader does not ask."""
     commit_s: float = 0.0
     """What the last commit took."""
     bytes_per_s: float = 0.0
@@ -186,6 +192,9 @@ class Upload:
 class ArchiveVerdict:
     """What the leader tells all nodes."""
 
+    query: int = 0
+    """How often the leader has asked for the newest step."""
+    asks_step: bool = False
     request_step: int = 0
     """The step that all nodes commit; 0: none."""
     requested_at: int = 0
@@ -264,7 +273,7 @@ class ArchiveJudge(Judge):
             bytes_per_s=min(speeds, default=self._verdict.bytes_per_s),
         )
         if self._verdict.refusal:
-            self._verdict = replace(self._verdict, upload=None, request_step=0)
+            self._verdict = replace(self._verdict, upload=None, request_step=0, asks_step=False)
         elif self._verdict.upload:
             self._follow(self._verdict.upload, now)
         elif self._start_named(now):
@@ -296,9 +305,13 @@ class ArchiveJudge(Judge):
         return now - (now if self._archived_at is None else self._archived_at)
 
     def _request(self) -> None:
-        """Ask for a step that no node can have passed when it receives the verdict."""
-        newest = max(self._reports.values(), key=lambda report: report.step)
-        if newest.step_s <= 0:
+        """Ask for the newest step; request one that no node has passed when it receives the verdict."""
+        if not self._verdict.asks_step:
+            self._verdict = replace(self._verdict, query=self._verdict.query + 1, asks_step=True)
+            return
+        answers = [answer for answer in self._list_answers() if answer.step and answer.step_s > 0]
+        newest = max(answers, key=lambda answer: answer.step, default=None)
+        if newest is None:
             return  # no step has been measured
         step = newest.step + max(MIN_LEAD_STEPS, math.ceil(REQUEST_LEAD_S / newest.step_s))
         every = self._interval.every_steps
@@ -307,11 +320,16 @@ class ArchiveJudge(Judge):
         is_late = step - newest.step < every and multiple - every > newest.step
         step = step if is_late and self._verdict.archived is None else multiple
         self._held_at = self._passed_at = math.inf
-        self._verdict = replace(self._verdict, request_step=step, requested_at=newest.step)
+        self._verdict = replace(self._verdict, request_step=step, requested_at=newest.step, asks_step=False)
+
+    def _list_answers(self) -> list[NodeReport]:
+        """Return the reports of nodes that know the newest question: steps in others may be old."""
+        return [report for report in self._reports.values() if report.query == self._verdict.query]
 
     def _choose(self, now: float) -> None:
         """Choose the requested checkpoint once the first node holds it, or another one after a time."""
-        wanted, newest_step = self._verdict.request_step, max(r.step for r in self._reports.values())
+        wanted = self._verdict.request_step
+        newest_step = max((answer.step for answer in self._list_answers()), default=0)
         if 0 < newest_step < self._verdict.requested_at:  # the job went back, maybe far: due again at once
             self._verdict = replace(self._verdict, request_step=0)
             return
@@ -382,7 +400,7 @@ class ArchiveJudge(Judge):
         self._progress_at = self._held_at = now
         step = self._verdict.request_step if is_named else 0
         step = step if step > chosen.step else 0  # what is archived now is as new
-        self._verdict = replace(self._verdict, upload=upload, request_step=step, turn=turn)
+        self._verdict = replace(self._verdict, upload=upload, request_step=step, turn=turn, asks_step=False)
 
     def _follow(self, upload: Upload, now: float) -> None:
         """Replace an owner, note what it has begun, share the parts, and see the end."""

@@ -195,13 +195,15 @@ class ArchiveUploader(AgentPart):
         return []
 
     def _send_report(self) -> None:
-        upload, writer = self._verdict.upload, self._writer
+        verdict, writer = self._verdict, self._writer
+        step, step_s = self._describe_step(verdict)
         report = NodeReport(
             nonce=writer.nonce,
             every_s=self._every.seconds or 0.0,
             every_steps=self._every.steps or 0,
-            step=self._rate.step,
-            step_s=round(self._rate.step_s, 6),
+            query=verdict.query,
+            step=step,
+            step_s=step_s,
             commit_s=round(self._committer.last_commit_s, 3),
             bytes_per_s=round(writer.bytes_per_s),
             held=self._reported,
@@ -210,7 +212,7 @@ class ArchiveUploader(AgentPart):
             attempt=self._attempt,
             put=to_ranges(self._put),
             archived=writer.archived,
-            failures=self._failures.count if upload else 0,
+            failures=self._failures.count if verdict.upload else 0,
             checked_turn=self._checked_turn,
             done_turn=self._done_turn,
             outdated_turn=self._outdated_turn,
@@ -221,6 +223,17 @@ class ArchiveUploader(AgentPart):
             if body != self._sent_body and self._client:
                 self._sent_body = body
                 self._client.send_fact(UPLOADS.name, 0, body)
+
+    def _describe_step(self, verdict: ArchiveVerdict) -> tuple[int, float]:
+        """Return `NodeReport.step` and `step_s`: a thousand nodes must not send a fact at each step."""
+        step, step_s = self._rate.step, self._rate.step_s
+        if verdict.asks_step:
+            return step, round(step_s, 6)
+        if not (verdict.request_step and step):
+            return 0, 0.0
+        if step >= verdict.request_step:
+            return verdict.request_step, 0.0
+        return verdict.requested_at - (step < verdict.requested_at), 0.0
 
     # ---- the thread -----------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class ArchiveWriter:
                 self.log_start = LogStart(writer, self.archive.find_next_number())
             first_number = self.log_start.number
         manifest = checkpoint.manifest
-        return self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest.blocks)
+        return self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest)
 
     def add_milestones(self, checkpoint: PinnedCheckpoint) -> None:
         """Put the milestones of a checkpoint that is archived already."""
@@ -109,12 +109,11 @@ class ArchiveWriter:
     def may_follow(self, version: Version, attempt: str, error: SecondWriterError) -> bool:
         """Return whether a next attempt may follow the one whose number is taken; else archive no more.
 
-        ``attempt`` is empty if the error has come before it was begun.
+        ``attempt`` is empty if the error has come before it was begun. If the winner's entry cannot be read,
+        the next attempt finds whether another job archives.
         """
-        own, winner = attempt or make_attempt_id(version, self._make_nonce()), error.attempt
-        with contextlib.suppress(CheckpointError):
-            winner = winner or self.archive.read_entry(error.number).header.attempt
-        if is_outdated(own, winner):
+        own = attempt or make_attempt_id(version, self._make_nonce())
+        if not error.attempt or is_outdated(own, error.attempt):
             return True
         self.refusal = str(error)[:500]
         self._emit("archive-refused", error=self.refusal)

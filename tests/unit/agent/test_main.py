@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -40,7 +40,8 @@ def test_defect_of_a_mechanism_does_not_change_how_the_job_has_ended(
     """The others get the last events, and the agent its exit code."""
     recorder = Recorder()
     tail = SimpleNamespace(read=lambda: [{"event": "agent-end", "t": 0.0}])
-    agent = SimpleNamespace(event_tail=tail, controller=SimpleNamespace(parts=[Broken(), recorder]))
-    _Agent._finish_parts(cast("_Agent", agent))
+    agent = object.__new__(_Agent)
+    vars(agent).update(event_tail=tail, controller=SimpleNamespace(parts=[Broken(), recorder]))
+    agent._finish_parts()
     assert recorder.got == ["agent-end", "finish"]
     assert "a part of the agent failed at its end" in caplog.text

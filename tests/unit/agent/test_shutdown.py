@@ -82,7 +82,9 @@ def test_requested_drain_sends_drain_signal() -> None:
 @pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", constants.EXIT_JOB_ERROR)])
 def test_decide_keeps_outcome_despite_later_signal(outcome: str, code: int) -> None:
     """With 143 a scheduler would run a finished job again."""
-    assert make_controller().decide_exit_code(outcome, code, node_rank=0) == code
+    controller = make_controller()
+    assert controller.decide_exit_code(outcome, code, node_rank=0) == code
+    controller.ignore_signals()
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), USR1)
 
@@ -94,6 +96,7 @@ def test_first_signal_decides_exit_code() -> None:
     controller.begin_shutdown(signal.SIGTERM)
     assert controller.describe() == "stopped by SIGUSR1."
     assert controller.decide_exit_code("signalled", 143, node_rank=0) == 75
+    controller.ignore_signals()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 

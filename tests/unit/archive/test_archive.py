@@ -14,6 +14,7 @@ from elastic_resume.archive.directory_store import DirectoryStore
 from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry
 from elastic_resume.errors import (
     ArchiveError,
+    ArchiveErrorKind,
     ConfigError,
     CorruptError,
     ForeignError,
@@ -243,6 +244,8 @@ def test_job_that_starts_again_goes_on(tmp_path: Path) -> None:
     assert again.archive_step(20, generation=2)
     assert again.archive_step(30, generation=2)
     assert not again.archive_step(30, generation=2, seed=31), "nodes of one job may differ"
+    third = ArchivingJob(open_archive(str(tmp_path), RUN))
+    assert not third.archive_step(30, generation=2, seed=31, node="node-b"), "and so may they after a restart"
 
 
 def test_equal_step_of_other_content_is_of_another_job(tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_store_without_create_only_warns_once(
     """A second writer that wrote before is still noticed."""
 
     def refuse(*_: object) -> bool:
-        raise ArchiveError("no", kind="unsupported")
+        raise ArchiveError("no", kind=ArchiveErrorKind.UNSUPPORTED)
 
     monkeypatch.setattr(DirectoryStore, "put_if_absent", refuse)
     with caplog.at_level(logging.WARNING):
@@ -292,6 +295,76 @@ def test_store_without_create_only_warns_once(
     warnings = [record.getMessage() for record in caplog.records]
     assert sum("not surely noticed" in warning for warning in warnings) == 2  # of two jobs
     assert steps(archive) == [8, 7, 5]
+
+
+# ---- objects that are no entries -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"", b"not ours", b'{"kind":"another"}\n'])
+@pytest.mark.parametrize("names", [["99999999"], ["00000003", "00000004"], ["00000002", "99999998"]])
+def test_object_that_is_no_entry_hides_none(
+    archive: Archive, tmp_path: Path, names: list[str], content: bytes
+) -> None:
+    """Numbers go on behind the last entry, and it is no second writer."""
+    log = tmp_path / RUN / "log"
+    archive_step(archive, 1)
+    attempt = begin(archive, 5)
+    for name in names:
+        (log / name).write_bytes(content)
+    put_parts(archive, attempt, make_image(5))
+    if "00000002" in names:
+        with pytest.raises(SecondWriterError) as caught:
+            commit(archive, attempt)
+        assert caught.value.attempt == "", "it is not known whose it is"
+    else:
+        commit(archive, attempt)
+        archive.check_number(begin(archive, 7))
+    archive_step(archive, 6)
+    found = open_archive(str(tmp_path), RUN).list_checkpoints(64)
+    good = [entry.number for entry in found if isinstance(entry, ArchivedCheckpoint)]
+    bad = [entry.number for entry in found if isinstance(entry, BadEntry)]
+    assert max(good) == {"99999999": 3, "00000003": 5, "00000002": 3}[names[0]]
+    assert bad == [int(name) for name in reversed(names)]
+    assert open_archive(str(tmp_path), RUN).find_newest() is None, "only all entries together can tell"
+
+
+def test_directory_in_the_log_is_passed(archive: Archive, tmp_path: Path) -> None:
+    """Its name cannot be that of an entry."""
+    archive_step(archive, 1)
+    (tmp_path / RUN / "log" / "00000002").mkdir()
+    archive_step(archive, 2)
+    assert archive.list_numbers() == [3, 1]
+
+
+def test_log_without_a_free_number_is_an_error(archive: Archive, tmp_path: Path) -> None:
+    """A greater number would have one digit more, and no reader would find it."""
+    archive_step(archive, 1)
+    log = tmp_path / RUN / "log"
+    (log / "99999999").write_bytes((log / "00000001").read_bytes())
+    with pytest.raises(ArchiveError, match="has an entry 99999999, so none can follow it"):
+        begin(archive, 2)
+
+
+def test_unreadable_entry_keeps_the_parts_that_it_may_name(
+    archive: Archive, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job of a newer version has named the step that this one prunes."""
+    image = archive_step(archive, 1)
+    archive.add_milestones((1, 1), "1" * 16, [Milestone("best")])
+    named = tmp_path / RUN / "log" / "00000002"
+    content = named.read_bytes()
+    named.write_bytes(content.replace(b'"format":1', b'"format":9', 1))
+    old = open_archive(str(tmp_path), RUN)
+    archive_step(old, 2)
+    candidates = old.list_attempts()
+    archive_step(old, 3)
+    assert old.prune(1) == [1, 3]
+    assert old.sweep(candidates) == []
+    assert [record.getMessage().count("log/00000002") for record in caplog.records] == [1]
+    named.write_bytes(content)
+    (kept,) = [entry for entry in archive.list_checkpoints(64) if entry.number == 2]
+    assert isinstance(kept, ArchivedCheckpoint)
+    assert archive.read_image(kept) == image
 
 
 # ---- sweep and prune -----------------------------------------------------------------------------------

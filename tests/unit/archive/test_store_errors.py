@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_resume.archive import store_errors
+from elastic_resume.errors import ArchiveErrorKind
 
 ANSWER = (
     "Generic S3 error: Error performing GET http://127.0.0.1:1/b/x?X-Amz-Signature=HIDDEN in 9ms - Server "
@@ -55,7 +56,7 @@ CASES = [
 def test_error_has_kind_and_remedy(text: str, kind: str) -> None:
     """The texts are those of obstore 0.12."""
     assert store_errors.classify(text) == kind
-    error = store_errors.make_error(kind, "s3://b/run", "read x", text)
+    error = store_errors.make_error(ArchiveErrorKind(kind), "s3://b/run", "read x", text)
     assert error.kind == kind
     assert str(error).startswith("s3://b/run: cannot read x: ")
     assert "HIDDEN" not in str(error)

@@ -72,7 +72,7 @@ def test_request_chooses_state(request_text: str, chosen: tuple[int, int]) -> No
         node("a", *BEFORE, request=request, generation=6, last_generation=4, last_step=2003),
         node("b", rank=1),
     ]
-    plan = going_back.plan_resume(nodes, "auto")
+    plan = going_back.plan_with_request(nodes, "auto")
     assert (plan.version, plan.generation, plan.goes_back) == (chosen, 7, True)
     assert plan.ways_back == (WayBack(request, *chosen, 7),)
     assert (plan.recomputed_steps, plan.given_up_steps) == (0, 2003 - chosen[1])
@@ -83,19 +83,19 @@ def test_request_is_done_once() -> None:
     """Whatever repeats it goes on from the newest state, whose history descends from it."""
     new = (state(5, 500, ways=WAYS), state(7, 530, ways=WAYS))
     for repeated in (REQUESTED, ""):  # a start without the flag goes on too, and passes the request on
-        plan = going_back.plan_resume([node("a", *OLD, *new, request=repeated)], "auto")
+        plan = going_back.plan_with_request([node("a", *OLD, *new, request=repeated)], "auto")
         assert (plan.version, plan.goes_back, plan.ways_back) == ((7, 530), False, WAYS)
-    again = going_back.plan_resume([node("a", *OLD, *new, request="g000005-s0000000500")], "auto")
+    again = going_back.plan_with_request([node("a", *OLD, *new, request="g000005-s0000000500")], "auto")
     assert (again.version, again.goes_back, again.given_up_steps) == ((5, 500), True, 30)
 
 
 def test_request_is_taken_from_any_node_and_two_are_refused() -> None:
     """A node may have been started by another script."""
-    plan = going_back.plan_resume([node("a", *OLD), node("b", rank=1, request="best")], "must")
+    plan = going_back.plan_with_request([node("a", *OLD), node("b", rank=1, request="best")], "must")
     assert plan.version == (4, 480)
     nodes = [node("a", *OLD, request="best"), node("b", rank=1, request="500"), node("c", rank=2)]
     with pytest.raises(ConfigError, match=r"\(a: best; b: 500\).*same value"):
-        going_back.plan_resume(nodes, "auto")
+        going_back.plan_with_request(nodes, "auto")
 
 
 @pytest.mark.parametrize("request_text", ["700", "g9-s500", "worst"])
@@ -105,7 +105,7 @@ def test_missing_state_is_an_error_that_lists_what_there_is(request_text: str) -
     request = going_back.parse_setting("x", request_text) or ""
     nodes = [node("a", *OLD, request=request), node("b", rank=1, rejected=(rejected,))]
     with pytest.raises(NoValidCheckpointError) as caught:
-        going_back.plan_resume(nodes, "auto")
+        going_back.plan_with_request(nodes, "auto")
     text = str(caught.value)
     assert "There is g000004-s0000000600 (eval), g000004-s0000000480 (best), g000004-s0000002000, " in text
     assert ("Not usable: b/g000003-s0000000700: torn." in text) == (request_text != "g9-s500")
@@ -114,7 +114,7 @@ def test_missing_state_is_an_error_that_lists_what_there_is(request_text: str) -
 def test_request_without_any_state_is_no_fresh_start() -> None:
     """A wrong --rdzv-id must not start over."""
     with pytest.raises(NoValidCheckpointError, match="There is none"):
-        going_back.plan_resume([node("a", request="best")], "auto")
+        going_back.plan_with_request([node("a", request="best")], "auto")
 
 
 def test_best_that_fails_to_load_leads_to_the_next_best_with_its_name() -> None:
@@ -123,7 +123,7 @@ def test_best_that_fails_to_load_leads_to_the_next_best_with_its_name() -> None:
     aside = RejectedState("a", "g000004-s0000001900", "newer", (4, 1900), ASIDE, ("best",))
     before = node("a", *OLD, second, request="best", rejected=(aside,))
     failed = reject_saved_state(before, OLD[1], "g000004-s0000000480", "a digest is wrong")
-    plan = going_back.plan_resume([failed], "auto")
+    plan = going_back.plan_with_request([failed], "auto")
     assert plan.version == (4, 300)
     assert [each.version for each in plan.rejected] == [(4, 480)]
 
@@ -132,21 +132,21 @@ def test_late_node_with_newer_old_states_changes_nothing() -> None:
     """They lose by order, are no milestone of the job any more, and are found to be moved aside."""
     new = state(5, 505, ("eval", None), ways=WAYS)
     late = node("b", state(4, 2000, ("best", 9.0), node="b"), state(4, 490, node="b"), rank=1)
-    plan = going_back.plan_resume([node("a", *OLD, new), late], "auto")
+    plan = going_back.plan_with_request([node("a", *OLD, new), late], "auto")
     assert plan.version == (5, 505)
     assert [s.step for s in late.saved_states if going_back.is_abandoned(s, plan)] == [2000]
     for request, chosen in (("best", (4, 480)), ("eval", (5, 505)), ("latest", (5, 505))):
-        back = going_back.plan_resume([node("a", *OLD, new, request=request), late], "auto")
+        back = going_back.plan_with_request([node("a", *OLD, new, request=request), late], "auto")
         assert back.version == chosen, request
     with pytest.raises(NoValidCheckpointError, match="such a saved state"):
-        going_back.plan_resume([node("a", new, request="2000"), late], "auto")
+        going_back.plan_with_request([node("a", new, request="2000"), late], "auto")
 
 
 def test_steps_of_an_abandoned_history_are_not_recomputed() -> None:
     """The only node that has trained in the new one is lost right after its commit."""
     new = state(5, 500, ways=WAYS)
     nodes = [node("a", *OLD, new, request=REQUESTED, last_generation=4, last_step=2003)]
-    plan = going_back.plan_resume(nodes, "auto")
+    plan = going_back.plan_with_request(nodes, "auto")
     assert (plan.version, plan.recomputed_steps) == ((5, 500), 0)
 
 
@@ -186,12 +186,12 @@ def test_step_of_a_history_left_two_ways_ago_is_not_found_and_says_why_it_went()
     """Unless by its name; then its own ways back count, and no longer those of the other history."""
     first, second = state(1, 342, tier="archive"), state(3, 100, ways=(TO_50,))
     with pytest.raises(NoValidCheckpointError, match="such a saved state"):
-        going_back.plan_resume([node("a", first, second, TWICE, request="342")], "auto")
-    plan = going_back.plan_resume([node("a", first, second, TWICE, request="100")], "auto")
+        going_back.plan_with_request([node("a", first, second, TWICE, request="342")], "auto")
+    plan = going_back.plan_with_request([node("a", first, second, TWICE, request="100")], "auto")
     assert plan.ways_back == (TO_50, WayBack("100", 3, 100, 6))
     assert "g000001-s0000000050, to which --resume-from early" in going_back.describe_abandoned(first, plan)
     named = "g000001-s0000000342"
-    plan = going_back.plan_resume([node("a", first, second, TWICE, request=named)], "auto")
+    plan = going_back.plan_with_request([node("a", first, second, TWICE, request=named)], "auto")
     assert plan.ways_back == (WayBack(named, 1, 342, 6),)
     assert going_back.is_abandoned(second, plan)
 
@@ -205,7 +205,7 @@ def test_exactly_states_that_are_no_ancestors_are_abandoned(choices: list[tuple[
         newest = max(states, key=lambda each: each.version)
         base = states[number % len(states)] if goes_back else newest
         request = f"g{base.generation}-s{base.step}" if goes_back else ""
-        plan = going_back.plan_resume([node("a", *states, request=request)], "auto")
+        plan = going_back.plan_with_request([node("a", *states, request=request)], "auto")
         at_base = state(plan.generation, plan.step, ways=plan.ways_back)
         past_it = state(plan.generation, plan.step + 1, ways=plan.ways_back)
         ancestors[at_base] = ancestors[plan.saved_state_for("a") or start] | {at_base}
@@ -221,8 +221,8 @@ def test_history_with_too_many_ways_back_refuses_one_more() -> None:
     states = (state(1, 1), state(MAX_WAYS_BACK + 1, 1, ways=ways), state(MAX_WAYS_BACK + 1, 2, ways=ways))
     named = "g000257-s0000000001"
     with pytest.raises(NoValidCheckpointError, match="gone back 256 times, which is the limit"):
-        going_back.plan_resume([node("a", *states, request=named)], "auto")
-    plan = going_back.plan_resume([node("a", *states, request="g000001-s0000000001")], "auto")
+        going_back.plan_with_request([node("a", *states, request=named)], "auto")
+    plan = going_back.plan_with_request([node("a", *states, request="g000001-s0000000001")], "auto")
     assert len(plan.ways_back) == 1
 
 
@@ -230,18 +230,18 @@ def test_newer_format_blocks_a_request_too() -> None:
     """It may be the state that descends from it."""
     newer = RejectedState("a", "g000005-s0000000500", "format 99", (5, 500), "newer")
     with pytest.raises(NoValidCheckpointError, match="Upgrade"):
-        going_back.plan_resume([node("a", *OLD, request=REQUESTED, rejected=(newer,))], "auto")
+        going_back.plan_with_request([node("a", *OLD, request=REQUESTED, rejected=(newer,))], "auto")
 
 
 def test_going_back_is_not_a_moment_for_a_proof() -> None:
     """The next resume is; it repeats steps of the new history alone."""
     memory = [state(4, step, tier=MEMORY) for step in (500, 501, 502)]
     before = node("a", *memory, request="501", wants_proof=True, last_generation=4, last_world_size=1)
-    assert proof.plan_resume([before], "auto", 1).target is None
+    assert proof.plan_with_proof([before], "auto", 1).target is None
     ways = (WayBack("501", 4, 501, 5),)
     new = [state(5, step, tier=MEMORY, ways=ways) for step in (501, 502)]
     after = node("a", *memory, *new, request="501", wants_proof=True, last_generation=5, last_world_size=1)
-    plan = proof.plan_resume([after], "auto", 1)
+    plan = proof.plan_with_proof([after], "auto", 1)
     assert (plan.version, plan.target, plan.ways_back) == ((5, 501), new[1], ways)
 
 
@@ -272,7 +272,7 @@ def test_missing_state_lists_which_ones_are_in_the_archive() -> None:
     both = SavedState("a", 1, 5, 0)
     states = (both, replace(both, tier=ARCHIVE), SavedState("b", 1, 3, 0, ARCHIVE))
     with pytest.raises(NoValidCheckpointError) as caught:
-        going_back.plan_resume([Inventory("a", 0, states, resume_from="nope")], "auto")
+        going_back.plan_with_request([Inventory("a", 0, states, resume_from="nope")], "auto")
     assert "There is g000001-s0000000005, g000001-s0000000003 in the archive." in str(caught.value)
 
 

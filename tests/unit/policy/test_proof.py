@@ -18,7 +18,7 @@ from elastic_resume.policy.proof import (
     RankComparison,
     describe,
     judge,
-    plan_resume,
+    plan_with_proof,
     summarize_ratios,
 )
 from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, SavedState
@@ -41,18 +41,18 @@ def node(name: str, rank: int, *steps: int, generation: int = 3, epoch: int = 0)
 
 def start_of(*nodes: Inventory, world_size: int = 2) -> tuple[int, int | None]:
     """Return the step of the start, and that of the state to compute again."""
-    plan = plan_resume(nodes, "auto", world_size)
+    plan = plan_with_proof(nodes, "auto", world_size)
     return plan.step, plan.target.step if plan.target else None
 
 
 def test_proof_starts_at_an_earlier_state_of_the_source_node() -> None:
     """The source is the same as without a proof; no step counts as lost, and all other facts stay."""
     nodes = [node("a", 0, 9, 8, 7), node("b", 1, 9, 8, 7)]
-    plan = plan_resume(nodes, "auto", 2)
+    plan = plan_with_proof(nodes, "auto", 2)
     assert (plan.step, plan.target) == (7, nodes[0].saved_states[0])
     assert (plan.source_node, plan.receiving_nodes, plan.recomputed_steps, plan.generation) == ("a", (), 0, 4)
     without_a = [node("a", 0, 7), node("b", 1, 8, 7), node("c", 2, 8, 7)]
-    plan = plan_resume([replace(each, last_world_size=3) for each in without_a], "auto", 3)
+    plan = plan_with_proof([replace(each, last_world_size=3) for each in without_a], "auto", 3)
     assert (plan.step, plan.source_node, plan.source_rank) == (7, "b", 1)
 
 
@@ -104,7 +104,7 @@ def test_without_what_a_proof_needs_the_newest_state_is_resumed(
 ) -> None:
     """As without a proof; who waits for a verdict is told."""
     assert start_of(*nodes, world_size=world_size) == (9, None), why
-    plan = plan_resume(nodes, "auto", world_size)
+    plan = plan_with_proof(nodes, "auto", world_size)
     assert plan.unproved == unproved
 
 
@@ -116,7 +116,7 @@ def test_state_of_an_earlier_target_does_not_hinder_the_next_proof() -> None:
 def test_fresh_node_receives_the_earlier_state() -> None:
     """It has none, and knows nothing of the job. It takes the rank of the lost one."""
     fresh = Inventory("c", 2, wants_proof=True)
-    plan = plan_resume([*(replace(each, last_world_size=3) for each in NEWEST), fresh], "auto", 3)
+    plan = plan_with_proof([*(replace(each, last_world_size=3) for each in NEWEST), fresh], "auto", 3)
     assert (plan.step, plan.receiving_nodes) == (8, ("c",))
     assert plan.target is not None
 
@@ -127,7 +127,7 @@ def test_no_replay_begins_where_an_epoch_has_nothing_left_to_read() -> None:
     ends = replace(before, saved_states=after.saved_states + before.saved_states)
     assert start_of(ends, node("b", 1)) == (16, None)
     more = replace(before, saved_states=(*node("a", 0, 17, epoch=2).saved_states, *ends.saved_states))
-    plan = plan_resume([more, node("b", 1, 17, 16, epoch=2)], "auto", 2)
+    plan = plan_with_proof([more, node("b", 1, 17, 16, epoch=2)], "auto", 2)
     assert (plan.version, plan.holders[0][1].epoch) == ((3, 16), 2)
     steps = [replace(state, step_in_epoch=state.step - 15) for state in node("a", 0, 18, 17, 16).saved_states]
     begin = replace(node("a", 0, 15).saved_states[0], step_in_epoch=0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.errors import ArchiveError, ArchiveOutageError, NoValidCheckpointError
+from elastic_resume.errors import ArchiveError, ArchiveErrorKind, ArchiveOutageError, NoValidCheckpointError
 from elastic_resume.policy.resume_plan import (
     ARCHIVE,
     DISK,
@@ -374,18 +374,17 @@ def test_archive_is_read_only_for_what_no_node_holds(
 @pytest.mark.parametrize(
     ("kind", "waited_s", "end"),
     [
-        ("unavailable", 0, None),
-        ("slow", 599, None),
-        ("cut", 599, None),
-        ("unavailable", 600, ArchiveOutageError),
-        ("missing-bucket", 0, ArchiveError),
-        ("forbidden", 0, ArchiveError),
-        ("credentials", 0, ArchiveError),
-        ("missing", 0, ArchiveError),
+        (ArchiveErrorKind.UNAVAILABLE, 0, None),
+        (ArchiveErrorKind.SLOW, 599, None),
+        (ArchiveErrorKind.CUT, 599, None),
+        (ArchiveErrorKind.UNAVAILABLE, 600, ArchiveOutageError),
+        (ArchiveErrorKind.MISSING_BUCKET, 0, ArchiveError),
+        (ArchiveErrorKind.FORBIDDEN, 0, ArchiveError),
+        (ArchiveErrorKind.CREDENTIALS, 0, ArchiveError),
     ],
 )
 def test_start_waits_for_an_archive_only_if_waiting_may_mend_it(
-    kind: str, waited_s: float, end: type[ArchiveError] | None
+    kind: ArchiveErrorKind, waited_s: float, end: type[ArchiveError] | None
 ) -> None:
     """What a person must mend ends the job at once, and for good; an outage is worth another start."""
     sentence = "s3://b/job: cannot list log: create it, or correct the address"

@@ -13,6 +13,7 @@ import pytest
 from markupsafe import escape
 
 from elastic_resume import constants, events
+from elastic_resume.archive.address import parse_address
 from elastic_resume.cli import main
 from elastic_resume.events import Event
 from elastic_resume.policy import wording
@@ -164,7 +165,7 @@ def test_injected_faults_do_not_change_the_history() -> None:
 # ---- checkpoints ---------------------------------------------------------------------------------------
 
 
-def test_checkpoints_on_disk_are_counted_by_state() -> None:
+def test_checkpoints_are_counted_by_state_and_place() -> None:
     """The newest valid one counts by generation first. Commits mark the timeline."""
     job = Job().begun()
     job.add(105, "commit", "n0", generation=1, step=5, bytes=5, seconds=0.1, path="/d/g000001-s0000000005")
@@ -179,6 +180,12 @@ def test_checkpoints_on_disk_are_counted_by_state() -> None:
     assert "2 checkpoints on n0 n1, newest: step 20, 1 bad, 1 in quarantine" in summary.format_text(report)
     listed = json.loads(summary.format_json(report))["checkpoints"]
     assert [(entry["path"], entry["state"]) for entry in listed] == [("/d", entry.state) for entry in here]
+    place = parse_address("", "s3://b/r/g000003-s0000000010")
+    archived = CheckpointEntry(place, "r", "n7", "valid", generation=3, step=10)
+    both = summary.build_run_report(job.events, checkpoint_entries=[*here, archived])
+    text = "2 checkpoints on n0 n1, 1 checkpoint in the archive, newest: step 10, 1 bad"
+    assert text in summary.format_text(both)
+    assert str(place) in summary.format_json(both)
     marks = [mark.text for lane in html.build_lanes(report) for mark in lane.marks]
     assert marks == ["checkpoint of step 5"]
     assert summary.build_run_report(job.events).newest_checkpoint_step is None

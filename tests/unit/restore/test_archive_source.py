@@ -439,7 +439,7 @@ def test_request_to_go_back_finds_old_archived_state(
     assert [state.step for state in own.saved_states] == [6, 5]
     due = going_back.find_due_request([own], "auto")
     own = resume_plan.add_states(own, take_further_inventory(context, sources, due))
-    plan = going_back.plan_resume([own], "auto")
+    plan = going_back.plan_with_request([own], "auto")
     assert (plan.version, plan.source_tier, plan.given_up_steps) == (version, ARCHIVE, 6 - version[1])
     assert len([name for name in requests if name.endswith(f" {MAX_ENTRY_BYTES + 1}")]) <= 4
     done = replace(own.saved_states[0], ways_back=plan.ways_back, generation=4)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 import elastic_resume as er
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
-from elastic_resume.checkpoint.source import DirectorySource
+from elastic_resume.checkpoint.stored import CheckpointInDirectory
 from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, UsageError
 from elastic_resume.state.export import export
@@ -59,7 +59,7 @@ def saved(tmp_path: Path, net: Net) -> Path:
 
 def out(saved: Path, target: Path, **how: Any) -> None:
     """Export with the checkpoint's own manifest."""
-    export(DirectorySource(saved), reader.quick_check(saved, None), target, **how)
+    export(CheckpointInDirectory(saved), reader.quick_check(saved, None), target, **how)
 
 
 def test_safetensors_package_opens_export(saved: Path, net: Net, tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import constants
+from elastic_resume import constants, errors
 from elastic_resume.agent.workers import forkserver
 from elastic_resume.policy.failure_classification import GPU, classify_failures
+from elastic_resume.policy.restart import GaveUp, SameErrorAgain
+from elastic_resume.policy.restart import is_worth_requeue as is_worth_requeue_of_job
 from elastic_resume.training import worker_exit
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
@@ -48,6 +50,28 @@ def test_error_that_is_only_quoted_is_not_reported() -> None:
     fields = worker_exit._describe_error(ValueError(f"rank 3 failed: {ECC}"), None)
     (failure,) = classify_failures([{"t": 1.0, "event": "failure", "rank": 0, **fields}], "a")
     assert (failure.kind, failure.gpu_error) == ("exception", None)
+
+
+class ArchiveOutageError(Exception):
+    """A script's own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_worth_requeue"),
+    [
+        (errors.ArchiveOutageError("it was away for 10 min."), True),
+        (errors.ArchiveError("no such bucket."), False),
+        (ArchiveOutageError("it has that name."), False),
+    ],
+)
+def test_error_that_a_later_start_may_not_meet_is_reported(
+    error: Exception, *, is_worth_requeue: bool
+) -> None:
+    """The property of the error decides, and no name."""
+    fields = worker_exit._describe_error(error, None)
+    (failure,) = classify_failures([{"t": 1.0, "event": "failure", "rank": 0, **fields}], "a")
+    assert failure.is_worth_requeue is is_worth_requeue
+    assert is_worth_requeue_of_job(GaveUp("a", SameErrorAgain(failure))) is is_worth_requeue
 
 
 def test_exception_that_the_script_has_caught_before_it_exits_with_1_is_reported(

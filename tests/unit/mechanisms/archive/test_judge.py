@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -33,24 +34,39 @@ UPLOAD = Upload(1, 1, 20, "same", 8, "a", 3, ATTEMPT)
 
 
 class Leader:
-    """A judge with its clock; reports go in, and the newest verdict comes out."""
+    """A judge with its clock; reports go in, and the newest verdict comes out.
+
+    The nodes answer the leader's question for the newest step, and report it also when they are not asked.
+    """
 
     def __init__(self, *members: str, last: ArchiveVerdict | None = None) -> None:
         body = encode_body(last) if last else FactBody("")
         self.judge = ArchiveJudge(Scope(0, (), "a", 3.0, body))
         self.judge.start_view(1, members)
         self.now = 1000.0
+        self.query = last.query if last else 0
+        self.reports: dict[str, NodeReport] = {}
 
     def hear(self, **reports: NodeReport) -> ArchiveVerdict:
         """Take a report of each of these nodes."""
-        for node, report in reports.items():
-            self.judge.add(node, Fact(UPLOADS.name, 0, encode_body(report)), self.now)
+        self.reports |= reports
+        self._add(reports)
         return self.wait(0.0)
 
     def wait(self, seconds: float) -> ArchiveVerdict:
         """Judge after this time."""
         self.now += seconds
-        return decode_body(ArchiveVerdict, self.judge.judge(self.now).body)
+        verdict = decode_body(ArchiveVerdict, self.judge.judge(self.now).body)
+        if verdict.query == self.query:
+            return verdict
+        self.query = verdict.query
+        self._add(self.reports)
+        return self.wait(0.0)
+
+    def _add(self, reports: Mapping[str, NodeReport]) -> None:
+        for node, report in reports.items():
+            body = encode_body(replace(report, query=self.query))
+            self.judge.add(node, Fact(UPLOADS.name, 0, body), self.now)
 
     def begin(self, **reports: NodeReport) -> ArchiveVerdict:
         """Have the nodes hold step 20, and the first one begin its upload."""

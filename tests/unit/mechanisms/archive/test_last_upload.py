@@ -12,7 +12,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.archive.archive import Archive
-from elastic_resume.errors import ArchiveError
+from elastic_resume.errors import ArchiveError, ArchiveErrorKind
 from elastic_resume.mechanisms.archive import last_upload
 from elastic_resume.policy.reasons import JobFinished
 from tests.unit.mechanisms.archive.test_uploader import Job, Node
@@ -36,7 +36,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def fail(*_: object) -> None:
         found.append("try")
-        raise ArchiveError("s3://b: cannot list: access denied.", kind=found[0])
+        raise ArchiveError("s3://b: cannot list: access denied.", kind=ArchiveErrorKind(found[0]))
 
     monkeypatch.setattr(Archive, "begin", fail)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from elastic_resume.archive.archive import Archive, open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.reader import checkpoint_name
-from elastic_resume.errors import ArchiveError
+from elastic_resume.errors import ArchiveError, ArchiveErrorKind
 from elastic_resume.mechanisms.archive import UPLOADS, failures, pinned_checkpoint
 from elastic_resume.mechanisms.archive.judge import ArchiveJudge, Upload
 from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
@@ -37,6 +38,7 @@ class Node:
         self.directory = job.path / "disks" / RUN / name
         self.directory.mkdir(parents=True)
         self.job_end: Any = None
+        self.sent = 0  # facts
         self.words: dict[str, int] = {}
         self.events: list[dict[str, Any]] = []
         pool = SimpleNamespace(control_block=SimpleNamespace(set=self.words.__setitem__))
@@ -68,6 +70,7 @@ class Node:
 
     def send_fact(self, topic: str, generation: int, body: FactBody) -> None:
         """Hand a fact to the leader, and take its verdict."""
+        self.sent += 1
         self._job.judge.add(self.name, Fact(topic, generation, body), self._job.now)
         self._job.body = self._job.judge.judge(self._job.now).body
 
@@ -106,14 +109,15 @@ class Job:
 
     def request(self) -> None:
         """Have all nodes report, and learn which step the leader requests."""
-        for _ in range(2):
+        for _ in range(3):
             for node in self.nodes:
                 node.work()
         assert {node.words["commit_step"] for node in self.nodes} == {STEP}
 
     def work(self, rounds: int = 6) -> None:
-        """Have all nodes work."""
+        """Have the leader look, which it does from time to time, and all nodes work."""
         for _ in range(rounds):
+            self.body = self.judge.judge(self.now).body
             for node in self.nodes:
                 node.work()
 
@@ -249,6 +253,47 @@ def test_milestones_of_an_earlier_start_are_archived(tmp_path: Path) -> None:
     assert read_names(job) == {3: {"good"}, 5: {"other"}, 9: set()}
 
 
+def test_milestone_of_a_node_that_differs_is_no_other_jobs_after_a_restart(tmp_path: Path) -> None:
+    """A script's own objects may differ between ranks. The one that was archived gets the name."""
+    before = Job(tmp_path / "1", "a")
+    before.request()
+    before.nodes[0].commit(STEP)
+    before.work()
+    again = Job(tmp_path / "2", "b", store=before.store)
+    (node,) = again.nodes
+    path = save_checkpoint(node.directory, 1, STEP, seed=STEP + 1, node="node-b")
+    Catalog(node.directory, RUN).add_milestone(path, Milestone("good"))
+    again.work(rounds=20)
+    assert read_names(again) == {STEP: {"good"}}
+    assert not node.part._writer.refusal
+    assert len(again.archive.list_attempts()) == 1
+
+
+def test_steps_go_to_the_leader_only_when_it_asks(tmp_path: Path) -> None:
+    """A thousand nodes would send it a thousand facts a second."""
+    job = Job(tmp_path, "a")
+    (node,) = job.nodes
+    archive_next(job, 12)
+
+    def count_facts(steps: Iterable[int]) -> int:
+        """Return how many facts follow from these steps."""
+        before = node.sent
+        for step in steps:
+            node.part._rate.step, node.part._rate.step_s = step, 1.0 / (step + 1)
+            job.work(rounds=1)
+        return node.sent - before
+
+    assert count_facts(range(12, 100)) == 0, "nothing is due"
+    job.now += 1000.0
+    assert count_facts([100] * 4) <= 3
+    requested = node.words["commit_step"]
+    assert requested > 120
+    assert count_facts(range(101, requested)) == 0, "the request is still to come"
+    assert count_facts(range(requested, requested + 50)) == 1
+    assert count_facts(range(40, 60)) <= 4, "the job went back, so it is due again"
+    assert 60 < node.words["commit_step"] < 150
+
+
 def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
     """The others put its share, so that what is archived is what was committed."""
     job = Job(tmp_path, "a", "b")
@@ -308,7 +353,7 @@ def test_one_of_two_jobs_that_alternate_is_refused(tmp_path: Path) -> None:
     second.judge = ArchiveJudge(Scope(0, (), "b", 3.0, second.body))
     second.judge.start_view(2, ("b", "a"))
     for node in second.nodes:
-        node.part._rate.step = 13
+        node.part._sent_body = ""  # all goes to a new leader
     second.work()
     archive_next(first, 22)
     archive_next(second, 32)
@@ -316,6 +361,24 @@ def test_one_of_two_jobs_that_alternate_is_refused(tmp_path: Path) -> None:
     refusals = [job.nodes[0].part._verdict.refusal for job in (first, second)]
     assert not refusals[0]
     assert "entry 2 was written by the attempt g000001-s0000000024" in refusals[1]
+
+
+def test_object_in_place_of_the_entry_ends_the_attempt_only(tmp_path: Path) -> None:
+    """Nobody knows whose it is. The next attempt has the next number, and the job archives on."""
+    job = Job(tmp_path, "a")
+    job.request()
+    (node,) = job.nodes
+    node.commit(STEP)
+    while not job.archive.list_attempts():
+        node.part._work()
+    log = job.store / RUN / "log"
+    log.mkdir()
+    (log / "00000001").write_bytes(b"not ours")
+    job.work()
+    archive_next(job, 22)
+    entries = job.archive.list_checkpoints(9)
+    assert [entry.version for entry in entries] == [(1, 24), None], node.events
+    assert not node.part._writer.refusal
 
 
 def test_error_is_logged_and_tried_again_with_growing_pauses(
@@ -331,7 +394,9 @@ def test_error_is_logged_and_tried_again_with_growing_pauses(
     with monkeypatch.context() as patch:
 
         def refuse(*_: object) -> None:
-            raise ArchiveError("the archive refuses: give the job the permission.", kind="forbidden")
+            raise ArchiveError(
+                "the archive refuses: give the job the permission.", kind=ArchiveErrorKind.FORBIDDEN
+            )
 
         patch.setattr(Archive, "put_part", refuse)
         pauses = []
@@ -378,11 +443,7 @@ def test_second_writer_ends_archiving_unless_it_is_older(tmp_path: Path, generat
         assert read_versions(job.archive) == [(1, 99)]
         return
     assert not node.part._verdict.refusal
-    node.part._rate.step = 20
-    job.work()
-    node.commit(node.words["commit_step"])
-    job.work()
-    assert read_versions(job.archive)[0] == (1, node.words["commit_step"] or 22)
+    assert read_versions(job.archive)[0] == (1, STEP), "it is due again at once"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Define what commands and ``er.load`` need of one checkpoint, wherever it is kept."""
+"""Define a stored checkpoint: what commands and ``er.load`` need of one, wherever it is kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Place(Protocol):
         """The last component."""
 
 
-class CheckpointSource(Protocol):
+class StoredCheckpoint(Protocol):
     """One checkpoint. Its methods raise CheckpointErrors, and return verified bytes only.
 
     ``on_verified`` gets the number of verified bytes from the image's start, after each block.
@@ -44,7 +44,7 @@ class CheckpointSource(Protocol):
 
 
 @dataclass(frozen=True)
-class DirectorySource:
+class CheckpointInDirectory:
     """A checkpoint in a directory; ``error`` says why it cannot be read, if that is known."""
 
     place: Path
