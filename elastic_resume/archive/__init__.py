@@ -33,5 +33,6 @@ a late job may come after a newer one. Each entry has the greatest of the log. S
 newest entry knows whether the log has anything newer than its own state.
 
 **Prune.** An entry goes before its parts, which stay while another entry names them. The entry with the
-greatest number stays, because it numbers the next one.
+greatest number stays, because it numbers the next one. A person may remove entries while a job runs, and their
+numbers are given again. So the entries are read anew before parts are deleted.
 """

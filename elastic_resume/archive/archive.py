@@ -129,7 +129,8 @@ class Archive:
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self.run_id = run_id
-        self._headers: dict[int, EntryHeader] = {}  # entries never change
+        # Entries never change. But if a person removes them, their numbers are given to others.
+        self._headers: dict[int, EntryHeader] = {}
         self._has_warned = False
         self.description = f"{store.description.rstrip('/')}/{run_id}"
 
@@ -139,7 +140,10 @@ class Archive:
         """Return the numbers of all entries, newest first; raise ArchiveError if it cannot list them."""
         names = self._store.list(f"{self.run_id}/log")
         numbers = [entries.parse_number(stored.name) for stored in names if not stored.is_prefix]
-        return sorted((number for number in numbers if number is not None), reverse=True)
+        found = sorted((number for number in numbers if number is not None), reverse=True)
+        for removed in set(list(self._headers)).difference(found):
+            self._headers.pop(removed, None)
+        return found
 
     def read_entry(self, number: int) -> ArchivedCheckpoint:
         """Read one entry of the log.
@@ -358,6 +362,7 @@ class Archive:
                     raise self._second_writer(number, header.attempt)
         if not any(entries.parse_attempt_id(name) == version for name in self.list_attempts()):
             return attempt
+        self._headers.clear()  # as in `sweep`
         archived = self.find_numbers(lambda header: header.version == version)
         for number in archived:
             self._check_content(number, attempt, blocks)
@@ -389,6 +394,7 @@ class Archive:
 
         """
         newest = max(self.list_numbers(), default=0)
+        self._headers.clear()  # as in `sweep`
         with self._translate_errors(f"the entry of step {version[1]}"):
             numbers = self.find_numbers(lambda header: header.version == version)
             if not numbers:
@@ -437,6 +443,7 @@ class Archive:
         newest = max([*moments, header.moment]) if len(moments) == len(others) else None
         data = entries.encode_header(replace(header, newest=newest)) + manifest_bytes
         failpoints.hit("archive.before-entry")
+        self._headers.pop(attempt.number, None)
         for pause_s in _CONFLICT_PAUSES_S:
             if self._put_entry(attempt.number, data):
                 break
@@ -475,6 +482,11 @@ class Archive:
 
         Call it after a commit only, with attempts that `list_attempts` returned before that commit.
         """
+        known = {header.parts for header in self._read_headers(self.list_numbers()).values() if header}
+        candidates = [attempt_id for attempt_id in candidates if attempt_id not in known]
+        if not candidates:
+            return []
+        self._headers.clear()  # a number may have another entry now, whose parts must stay
         headers = self._read_headers(self.list_numbers())
         if None in headers.values():
             return []  # an entry that cannot be read may name any of them
@@ -489,6 +501,7 @@ class Archive:
 
         Call it after a commit only.
         """
+        self._headers.clear()  # as in `sweep`
         headers = self._read_headers(self.list_numbers())
         readable = [(number, header) for number, header in headers.items() if header is not None]
         pruned = entries.choose_pruned(readable, keep)
