@@ -14,7 +14,7 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.archive.archive import MAX_EVENTS_BYTES, Archive
 from elastic_resume.archive.entries import Attempt, is_outdated, make_attempt_id
-from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError
+from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError, UnreadableError
 from elastic_resume.mechanisms.archive.judge import ArchivedVersion, LogStart
 from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
 from elastic_resume.milestone import Version
@@ -55,9 +55,12 @@ class ArchiveWriter:
         return self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest.blocks)
 
     def add_milestones(self, checkpoint: PinnedCheckpoint) -> None:
-        """Put the milestones of a checkpoint that is archived already."""
+        """Put the milestones of a checkpoint that is archived already. Raises ArchiveError, CheckpointError."""
         version = checkpoint.manifest.version
-        self.archive.add_milestones(version, self._make_nonce(), checkpoint.read_milestones())
+        try:
+            self.archive.add_milestones(version, self._make_nonce(), checkpoint.read_milestones())
+        except UnreadableError as error:  # the store cannot be reached; others: the entry is damaged
+            raise ArchiveError(str(error)) from error
         self._note_archived(version)
 
     def put_part(self, attempt: str, checkpoint: PinnedCheckpoint, part: int) -> None:

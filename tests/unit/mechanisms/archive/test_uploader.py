@@ -14,9 +14,9 @@ from elastic_resume.archive.archive import Archive, open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.reader import checkpoint_name
-from elastic_resume.errors import ArchiveError
+from elastic_resume.errors import ArchiveError, UnreadableError
 from elastic_resume.mechanisms.archive import UPLOADS, failures, pinned_checkpoint
-from elastic_resume.mechanisms.archive.judge import ArchiveJudge, Upload
+from elastic_resume.mechanisms.archive.judge import HOLD_WAIT_S, ArchiveJudge, Upload
 from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
 from elastic_resume.milestone import Milestone
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
@@ -258,6 +258,83 @@ def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
     job.work(rounds=10)
     assert read_versions(job.archive) == [(1, STEP)]
     assert not job.nodes[0].part._held
+
+
+def damage(node: Node, step: int) -> None:
+    """Flip bits of a node's checkpoint."""
+    flip_bits(node.directory / checkpoint_name(1, step) / constants.STATE_FILE, 100)
+
+
+def test_damaged_milestone_is_archived_from_another_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node with the damaged copy says so once, and puts its shares of other checkpoints."""
+    job = Job(tmp_path, "a", "b")
+    name(job, 5, Milestone("good"))
+    damage(job.nodes[0], 5)
+    job.work(rounds=20)
+    assert read_names(job) == {5: {"good"}}
+    assert [event["event"] for event in job.nodes[0].events] == ["archive-damaged"]
+    (line,) = caplog.messages
+    assert line.startswith("this node uploads no part of step 5: ")
+    name(job, 7, Milestone("other"))
+    job.work(rounds=20)
+    assert read_versions(job.archive) == [(1, 7), (1, 5)]
+    assert all(node.part._put for node in job.nodes)
+    assert caplog.messages == [line]
+
+
+def test_milestone_without_good_copy_stops_no_other_upload(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up. Before, it was tried five times a second until the job's end."""
+    job = Job(tmp_path, "a", "b")
+    name(job, 5, Milestone("good"))
+    for node in job.nodes:
+        damage(node, 5)
+    job.work(rounds=20)
+    name(job, 7, Milestone("other"))
+    job.now += HOLD_WAIT_S
+    job.work(rounds=40)
+    assert read_names(job) == {7: {"other"}}
+    for node in job.nodes:
+        assert [event["event"] for event in node.events if event["event"] != "archived"] == ["archive-damaged"]
+    assert len(caplog.messages) == 2
+    job.nodes[0].part.begin_generation(SimpleNamespace(rank=0))  # type: ignore[arg-type]
+    job.nodes[0].job_end = SimpleNamespace(reason=JobFinished())
+    job.nodes[0].close()
+    assert len(caplog.messages) == 2, "and not once more at the end of the job"
+
+
+def test_archive_that_fails_while_a_name_is_added_damages_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is repeated. An entry that cannot be read ends the tries."""
+    monkeypatch.setattr(failures, "FIRST_PAUSE_S", 0.0)
+    job = Job(tmp_path, "a")
+    job.request()
+    job.nodes[0].commit(STEP)
+    job.work()
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise UnreadableError("the store cannot be reached.")
+
+        patch.setattr(Archive, "add_milestones", fail)
+        name(job, STEP, Milestone("good"))
+        job.work()
+        assert job.nodes[0].events[-1]["event"] == "archive-failed"
+    job.work()
+    assert read_names(job) == {STEP: {"good"}}
+    entry = job.store / RUN / "log" / "00000002"
+    flip_bits(entry, entry.stat().st_size - 3)
+    name(job, STEP, Milestone("best", 1.0))
+    job.work()
+    assert job.nodes[0].events[-1]["event"] == "archive-damaged"
+    job.now += HOLD_WAIT_S
+    name(job, 20, Milestone("other"))
+    job.work(rounds=20)
+    assert read_names(job)[20] == {"other"}
 
 
 def test_parts_in_another_directory_are_missed_before_the_entry(tmp_path: Path) -> None:
