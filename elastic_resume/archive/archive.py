@@ -141,7 +141,7 @@ class Archive:
         names = self._store.list(f"{self.run_id}/log")
         numbers = [entries.parse_number(stored.name) for stored in names if not stored.is_prefix]
         found = sorted((number for number in numbers if number is not None), reverse=True)
-        for removed in set(list(self._headers)).difference(found):
+        for removed in set(self._headers).difference(found):
             self._headers.pop(removed, None)
         return found
 
@@ -480,7 +480,8 @@ class Archive:
     def sweep(self, candidates: Iterable[str]) -> list[str]:
         """Delete the attempts of ``candidates`` that no entry names; return their ids.
 
-        Call it after a commit only, with attempts that `list_attempts` returned before that commit.
+        Call it after a commit, with attempts that `list_attempts` returned before that commit; or if the
+        store is full, with attempts that were there when the present one began, and are outdated by it.
         """
         known = {header.parts for header in self._read_headers(self.list_numbers()).values() if header}
         candidates = [attempt_id for attempt_id in candidates if attempt_id not in known]
@@ -499,7 +500,7 @@ class Archive:
     def prune(self, keep: int) -> list[int]:
         """Delete checkpoints as `entries.choose_pruned` says; return the numbers of their entries.
 
-        Call it after a commit only.
+        Call it after a commit, or if the store is full.
         """
         self._headers.clear()  # as in `sweep`
         headers = self._read_headers(self.list_numbers())

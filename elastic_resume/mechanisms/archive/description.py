@@ -82,9 +82,8 @@ def _describe_failure(event: Event) -> str:
 
 
 def _describe_damage(event: Event) -> str:
-    return (
-        f"step {event.get('step')} is not archived from this node's disk: {event.get('error') or 'it is damaged'}"
-    )
+    error = event.get("error") or "it is damaged"
+    return f"step {event.get('step')} is not archived from this node's disk: {error}"
 
 
 def _describe_recovery(event: Event) -> str:

@@ -266,13 +266,13 @@ class ArchiveUploader(AgentPart):
         return False
 
     def _give_up(self, upload: Upload, error: CheckpointError) -> None:
-        """Offer a damaged checkpoint no more in this start. A node with a good copy goes on with its upload."""
+        """Offer a damaged checkpoint no more in this start. A node with a good copy goes on."""
         self._held.pop(upload.version).close()
         self._named.pop(upload.version, None)
         self._damaged.add(upload.version)
         logger.warning(
-            "this node uploads no part of step %d: %s A node with a good copy uploads it; elastic-resume verify "
-            "--deep finds what is damaged.",
+            "this node uploads no part of step %d: %s A node with a good copy uploads it; "
+            "elastic-resume verify --deep finds what is damaged.",
             upload.step,
             error,
         )
@@ -319,7 +319,7 @@ class ArchiveUploader(AgentPart):
             self._checked_turn = self._verdict.turn
 
     def _list_named(self, archive: Archive) -> dict[Version, Path]:
-        """Return the checkpoints of this node's disk whose milestones are not archived, without damaged ones."""
+        """Return the good checkpoints of this node's disk whose milestones are not archived."""
         with contextlib.suppress(MachineError):
             labels = choose_milestones(Catalog(self._node_dir, self._run_id).list_valid())
             archived = archive.list_milestones() if labels else {}

@@ -43,6 +43,7 @@ class ArchiveWriter:
         self.bytes_per_s = 0.0
         """How fast this node has put parts; 0 if it has put none."""
         self._put_bytes, self._put_s = 0, 0.0
+        self._former: list[str] = []  # attempts that were there when this node began the present one
 
     def begin(self, checkpoint: PinnedCheckpoint) -> Attempt | None:
         """Begin an attempt; None if the checkpoint is archived already."""
@@ -52,10 +53,14 @@ class ArchiveWriter:
                 self.log_start = LogStart(writer, self.archive.find_next_number())
             first_number = self.log_start.number
         manifest = checkpoint.manifest
-        return self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest.blocks)
+        attempt = self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest.blocks)
+        if attempt is not None:
+            listed = self.archive.list_attempts()
+            self._former = [former for former in listed if is_outdated(attempt.id, former)]
+        return attempt
 
     def add_milestones(self, checkpoint: PinnedCheckpoint) -> None:
-        """Put the milestones of a checkpoint that is archived already. Raises ArchiveError, CheckpointError."""
+        """Put the milestones of a checkpoint that is archived. Raises ArchiveError, CheckpointError."""
         version = checkpoint.manifest.version
         try:
             self.archive.add_milestones(version, self._make_nonce(), checkpoint.read_milestones())
@@ -67,7 +72,7 @@ class ArchiveWriter:
         """Put a part of an attempt, after its bytes were verified. Raises ArchiveError, CheckpointError."""
         data = checkpoint.read_part(part)
         began = time.monotonic()
-        self.archive.put_part(attempt, part, data)
+        self._put_with_room(lambda: self.archive.put_part(attempt, part, data))
         self._put_bytes, self._put_s = self._put_bytes + len(data), self._put_s + time.monotonic() - began
         self.bytes_per_s = self._put_bytes / self._put_s if self._put_s else 0.0
 
@@ -84,7 +89,8 @@ class ArchiveWriter:
             )
         candidates = archive.list_attempts()
         labels = checkpoint.read_milestones()
-        archive.commit(attempt, checkpoint.manifest_bytes, checkpoint.part_bytes, labels)
+        manifest_bytes, part_bytes = checkpoint.manifest_bytes, checkpoint.part_bytes
+        self._put_with_room(lambda: archive.commit(attempt, manifest_bytes, part_bytes, labels))
         self._note_archived(attempt.version)
         self._emit(
             "archived",
@@ -99,6 +105,21 @@ class ArchiveWriter:
             "step %d is archived in %s (entry %d).", manifest.step, archive.description, attempt.number
         )
         return [candidate for candidate in candidates if candidate != attempt.id]
+
+    def _put_with_room(self, put: Callable[[], None]) -> None:
+        """Put something. If the archive is full, delete what is not needed first, and put it again."""
+        try:
+            put()
+        except ArchiveError as error:
+            if error.kind != "quota" or not self._make_room():
+                raise
+            put()
+
+    def _make_room(self) -> bool:
+        """Delete parts of former attempts, and what `--archive-keep` allows; return whether there was any."""
+        former, self._former = self._former, []
+        removed = self.archive.sweep(former)
+        return bool(removed) | bool(self._keep is not None and self.archive.prune(self._keep))
 
     def delete_old(self, candidates: list[str], step: int) -> None:
         """Delete what is not needed any more; an error is logged only."""
