@@ -172,7 +172,8 @@ class ArchiveUploader(AgentPart):
     def close(self) -> None:
         """Have the thread upload the job's last checkpoint if that is up to this node, and end."""
         if self._client is not None:
-            self._last.wait(is_first=self._world is not None and self._world.rank == 0)
+            is_first = self._world is not None and self._world.rank == 0
+            self._last.wait(is_first=is_first, put_s=self._writer.put_s)
             self._thread.request_close()
 
     def _find_newest(self) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.archive.archive import MAX_EVENTS_BYTES, Archive
 from elastic_resume.archive.entries import Attempt, is_outdated, make_attempt_id
+from elastic_resume.archive.store import MIN_BYTES_PER_S
 from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError, UnreadableError
 from elastic_resume.mechanisms.archive.judge import ArchivedVersion, LogStart
 from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
@@ -42,6 +43,8 @@ class ArchiveWriter:
         """Why this job may archive no more."""
         self.bytes_per_s = 0.0
         """How fast this node has put parts; 0 if it has put none."""
+        self.put_s = 0.0
+        """How long the part that is being put may take; 0: none is."""
         self._put_bytes, self._put_s = 0, 0.0
         self._former: list[str] = []  # attempts that were there when this node began the present one
 
@@ -71,10 +74,18 @@ class ArchiveWriter:
     def put_part(self, attempt: str, checkpoint: PinnedCheckpoint, part: int) -> None:
         """Put a part of an attempt, after its bytes were verified. Raises ArchiveError, CheckpointError."""
         data = checkpoint.read_part(part)
+        self.put_s = self.find_put_s(len(data))
         began = time.monotonic()
-        self._put_with_room(lambda: self.archive.put_part(attempt, part, data))
+        try:
+            self._put_with_room(lambda: self.archive.put_part(attempt, part, data))
+        finally:
+            self.put_s = 0.0
         self._put_bytes, self._put_s = self._put_bytes + len(data), self._put_s + time.monotonic() - began
         self.bytes_per_s = self._put_bytes / self._put_s if self._put_s else 0.0
+
+    def find_put_s(self, nbytes: int) -> float:
+        """Return how long a put may take: twice as long as measured, or what a store's request may take."""
+        return 2 * nbytes / self.bytes_per_s if self.bytes_per_s else nbytes / MIN_BYTES_PER_S
 
     def commit(self, attempt: Attempt, checkpoint: PinnedCheckpoint, began_at: float) -> list[str]:
         """Put the entry; return the attempts that `delete_old` may delete. ``began_at``: of the upload."""
