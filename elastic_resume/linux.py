@@ -17,6 +17,8 @@ from typing import Any
 MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8  # from linux/memfd.h
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350, "riscv64": 279}
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # on every architecture
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+_LIBC = ctypes.CDLL(None)
 
 
 def memfd_create(name: str, flags: int) -> int:
@@ -61,6 +63,13 @@ def pidfd_send_signal(descriptor: int, number: int) -> None:
         signal.pidfd_send_signal(descriptor, number)
         return
     _call(_PIDFD_SEND_SIGNAL, ctypes.c_int(descriptor), ctypes.c_int(number), None, ctypes.c_uint(0))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread ends that made it. Call it between fork and exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before the kernel watched it
 
 
 def _call(number: int, *arguments: Any) -> int:

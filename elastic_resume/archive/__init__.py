@@ -25,7 +25,9 @@ So an archived checkpoint exists whole or not at all, whichever process dies whe
 
 **Sweep.** Parts of attempts that no entry names are deleted after a commit, if they were listed before that
 commit. Whoever had begun such an attempt had seen an older log. Its number is therefore taken (3), or smaller
-than the newest (4), and it cannot commit.
+than the newest (4), and it cannot commit. If the store is full, no commit may come. Then whoever has begun an
+attempt deletes those that were there before it, of its own job or of an older generation: a job makes one
+attempt at a time, and such ones were given up.
 
 **Names.** Entries never change. A checkpoint that is named later gets a further entry with the same parts,
 whose milestones are those of all its entries.
@@ -39,5 +41,6 @@ go on behind the last entry, past names that are taken. An object that is no ent
 of a newer format, may name any parts as far as a writer can tell. While it is there, no parts are deleted.
 
 **Prune.** An entry goes before its parts, which stay while another entry names them. The entry with the
-greatest number stays, because it numbers the next one.
+greatest number stays, because it numbers the next one. A person may remove entries while a job runs, and
+their numbers are given again. So the entries are read anew before parts are deleted.
 """

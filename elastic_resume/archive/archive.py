@@ -149,7 +149,8 @@ class Archive:
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self.run_id = run_id
-        self._headers: dict[int, EntryHeader] = {}  # entries never change
+        # Entries never change. But if a person removes them, their numbers are given to others.
+        self._headers: dict[int, EntryHeader] = {}
         self._has_warned = self._has_warned_of_entry = False
         self.description = f"{store.description.rstrip('/')}/{run_id}"
 
@@ -162,7 +163,10 @@ class Archive:
     def _list_log(self) -> list[tuple[int, StoredName]]:
         names = self._store.list(f"{self.run_id}/log")
         numbers = [(entries.parse_number(stored.name), stored) for stored in names]
-        return [(number, stored) for number, stored in numbers if number is not None]
+        found = [(number, stored) for number, stored in numbers if number is not None]
+        for removed in set(self._headers).difference(number for number, _ in found):
+            self._headers.pop(removed, None)
+        return found
 
     def list_other_names(self) -> list[str]:
         """Return what is beside this run; see `list_names`."""
@@ -412,6 +416,7 @@ class Archive:
                     raise self._second_writer(number, header.attempt)
         if not any(entries.parse_attempt_id(name) == version for name in self.list_attempts()):
             return attempt
+        self._headers.clear()  # as in `sweep`
         archived = self.find_numbers(lambda header: header.version == version)
         for number in archived:
             self._check_content(number, attempt, manifest)
@@ -444,6 +449,7 @@ class Archive:
 
         """
         next_number = self.find_next_number()
+        self._headers.clear()  # as in `sweep`
         with self._translate_errors(f"the entry of step {version[1]}"):
             numbers = self.find_numbers(lambda header: header.version == version)
             if not numbers:
@@ -492,6 +498,7 @@ class Archive:
         newest = max([*moments, header.moment]) if len(moments) == len(others) else None
         data = entries.encode_header(replace(header, newest=newest)) + manifest_bytes
         failpoints.hit("archive.before-entry")
+        self._headers.pop(attempt.number, None)
         for pause_s in _CONFLICT_PAUSES_S:
             if self._put_entry(attempt.number, data):
                 break
@@ -534,8 +541,14 @@ class Archive:
     def sweep(self, candidates: Iterable[str]) -> list[str]:
         """Delete the attempts of ``candidates`` that no entry names; return their ids.
 
-        Call it after a commit only, with attempts that `list_attempts` returned before that commit.
+        Call it after a commit, with attempts that `list_attempts` returned before that commit; or if the
+        store is full, with attempts that were there when the present one began, and are outdated by it.
         """
+        known = {header.parts for header in self._read_headers(self.list_numbers()).values() if header}
+        candidates = [attempt_id for attempt_id in candidates if attempt_id not in known]
+        if not candidates:
+            return []
+        self._headers.clear()  # a number may have another entry now, whose parts must stay
         headers = self._read_headers(self.list_numbers())
         if not self._can_read_all(headers):
             return []
@@ -548,8 +561,9 @@ class Archive:
     def prune(self, keep: int) -> list[int]:
         """Delete checkpoints as `entries.choose_pruned` says; return the numbers of their entries.
 
-        Call it after a commit only.
+        Call it after a commit, or if the store is full.
         """
+        self._headers.clear()  # as in `sweep`
         headers = self._read_headers(self.list_numbers())
         readable = [(number, header) for number, header in headers.items() if header is not None]
         pruned, can_delete_parts = entries.choose_pruned(readable, keep), self._can_read_all(headers)

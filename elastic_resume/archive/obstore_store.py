@@ -1,8 +1,9 @@
 """Keep the archive in S3, Google Cloud Storage or Azure Blob Storage, through obstore.
 
 Credentials come from the environment, as the store's own tools take them. Every request has a limit of time:
-`_BASE_S`, and as long as its bytes take at `_MIN_BYTES_PER_S`. obstore repeats a request that failed, but not
-a create-only one whose answer was lost: `Archive.commit` handles that.
+`_BASE_S`, and as long as its bytes take at `MIN_BYTES_PER_S`. obstore repeats a request that failed: a put or
+read for `_RETRY_S`, others a few times within a second or two, as their callers have limits of their own. It
+does not repeat a create-only put whose answer was lost: `Archive.commit` handles that.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from elastic_resume.archive import store_errors
 from elastic_resume.archive.address import Address
-from elastic_resume.archive.store import StoredName
+from elastic_resume.archive.store import MIN_BYTES_PER_S, StoredName
 from elastic_resume.errors import ArchiveErrorKind, ConfigError
 
 _CONNECT_S = 5
 _BASE_S = 30
-_MIN_BYTES_PER_S = 500_000
 _PROBE_S = 4  # of a service that gives a machine its credentials, and answers at once if there is one
 _RETRIES = 4
 _RETRY_S = 30
+_LASTING_RETRIES = 1000  # `_RETRY_S` ends them
+_FIRST_PAUSE_S, _MAX_PAUSE_S, _PAUSE_GROWTH = 0.25, 5.0, 3  # each pause is random, up to its growth
 _CREDENTIAL_VARIABLES = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE"),
     "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
@@ -52,10 +54,10 @@ class ObstoreStore:
         self._allows_http = any(environ.get(name, "").startswith("http://") for name in _ENDPOINT_VARIABLES)
         names = _CREDENTIAL_VARIABLES[address.scheme]
         self._has_credentials = any(environ.get(name) for name in names)
-        self._clients: dict[int, Any] = {}
+        self._clients: dict[tuple[int, int], Any] = {}  # by limit of time in seconds, and retries
         self._lock = threading.Lock()
         try:
-            self._clients[_BASE_S] = self._make_client(_BASE_S, _RETRIES)
+            self._clients[_BASE_S, _RETRIES] = self._make_client(_BASE_S, _RETRIES)
         except (BaseError, ValueError) as error:
             reason = str(error).partition("\n")[0][:200]
             raise ConfigError(
@@ -65,7 +67,7 @@ class ObstoreStore:
     def put(self, name: str, data: bytes | memoryview) -> None:
         """See `Store`. It is one request: an unfinished multipart upload would cost money unseen."""
         with self._translate_errors(f"write {name}"):
-            obstore.put(self._client(len(data)), name, data, use_multipart=False)
+            obstore.put(self._client(len(data), _LASTING_RETRIES), name, data, use_multipart=False)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """See `Store`."""
@@ -82,7 +84,8 @@ class ObstoreStore:
             return memoryview(b"") if self.head(name) is not None else None
         with self._translate_errors(f"read {name}"):
             try:
-                return memoryview(obstore.get_range(self._client(size), name, start=start, length=size))
+                client = self._client(size, _LASTING_RETRIES)
+                return memoryview(obstore.get_range(client, name, start=start, length=size))
             except FileNotFoundError as error:
                 if not store_errors.is_missing(str(error)):
                     raise
@@ -117,16 +120,18 @@ class ObstoreStore:
                 if not store_errors.is_missing(str(error)):
                     raise
 
-    def _client(self, nbytes: int) -> Any:
-        """Return a client whose requests may take as long as ``nbytes`` need; a limit is a client's."""
+    def _client(self, nbytes: int, retries: int | None = None) -> Any:
+        """Return a client whose requests may take as long as ``nbytes`` need; limits are a client's."""
         self._check_credentials()
+        retries = _RETRIES if retries is None else retries
         timeout_s = _BASE_S
-        while timeout_s < _BASE_S + nbytes / _MIN_BYTES_PER_S:
+        while timeout_s < _BASE_S + nbytes / MIN_BYTES_PER_S:
             timeout_s *= 2
         with self._lock:
-            if timeout_s not in self._clients:
-                self._clients[timeout_s] = self._make_client(timeout_s, _RETRIES)
-            return self._clients[timeout_s]
+            key = (timeout_s, retries)
+            if key not in self._clients:
+                self._clients[key] = self._make_client(timeout_s, retries)
+            return self._clients[key]
 
     def _check_credentials(self) -> None:
         """Ask once for the machine's own credentials, with a short limit, if the environment has none.
@@ -152,6 +157,9 @@ class ObstoreStore:
             "allow_http": self._allows_http,
         }
         retry: dict[str, Any] = {"max_retries": retries, "retry_timeout": timedelta(seconds=_RETRY_S)}
+        if retries == _LASTING_RETRIES:
+            first, longest = timedelta(seconds=_FIRST_PAUSE_S), timedelta(seconds=_MAX_PAUSE_S)
+            retry["backoff"] = {"init_backoff": first, "max_backoff": longest, "base": _PAUSE_GROWTH}
         make: dict[str, Callable[..., Any]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
         # Not every store that speaks S3 has the request that deletes many objects.
         config = {"disable_bulk_delete": True} if self._address.scheme == "s3" else {}

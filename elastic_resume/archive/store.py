@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+MIN_BYTES_PER_S = 500_000
+"""A request of an object store may take as long as its bytes need at this speed, beside a fixed time."""
+
 
 @dataclass(frozen=True)
 class StoredName:

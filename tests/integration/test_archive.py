@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,9 @@ while step < int(sys.argv[3]):
 """
 
 
+LASTING_RETRIES = obstore_store._LASTING_RETRIES
+
+
 @pytest.fixture(scope="module")
 def s3_port() -> Iterator[int]:
     """A server for all tests here; each has a prefix of its own."""
@@ -74,6 +77,7 @@ def s3_port() -> Iterator[int]:
 def proxy(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """A proxy before the server, to which the variables of this process point; retries are few and short."""
     monkeypatch.setattr(obstore_store, "_RETRIES", 1)
+    monkeypatch.setattr(obstore_store, "_LASTING_RETRIES", 1)
     proxy = FaultProxy(s3_port)
     with proxy.serve() as port:
         for name, text in s3_environment(port).items():
@@ -228,6 +232,31 @@ def test_fault_that_passes_is_not_noticed(archive: Archive, proxy: FaultProxy) -
     assert {fault.times for fault in proxy.faults} == {0}
 
 
+@pytest.mark.parametrize("verb", ["PUT", "GET"])
+def test_put_and_read_are_repeated_for_a_time(
+    proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """An outage of half a minute costs nothing. One that lasts ends them, however often they are tried."""
+    monkeypatch.setattr(obstore_store, "_LASTING_RETRIES", LASTING_RETRIES)
+    monkeypatch.setattr(obstore_store, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(obstore_store, "_MAX_PAUSE_S", 0.02)
+    store = open_store(parse_address("--archive", f"s3://{BUCKET}/{tmp_path.name}"))
+    requests: dict[str, Callable[[], object]] = {
+        "PUT": lambda: store.put("a/x", b"0123456789"),
+        "GET": lambda: get(store, "a/x"),
+    }
+    requests["PUT"]()
+    proxy.faults.append(Fault(verb, "/a/x", "503 SlowDown", times=30))
+    requests[verb]()
+    assert get(store, "a/x") == b"0123456789"
+    assert proxy.faults[0].times == 0
+    monkeypatch.setattr(obstore_store, "_RETRY_S", 0.5)
+    store = open_store(parse_address("--archive", f"s3://{BUCKET}/{tmp_path.name}"))
+    proxy.faults.append(Fault(verb, "/a/x", "503 SlowDown"))
+    with pytest.raises(ArchiveError, match="check network"):
+        requests[verb]()
+
+
 @pytest.mark.parametrize(
     ("action", "error"),
     [("wrong", CorruptError), ("truncated", TornError), ("cut", UnreadableError)],
@@ -272,16 +301,15 @@ def test_store_without_create_only_is_used_with_warning(
 def test_slow_link_ends_with_its_own_error(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests have a limit of time, which grows with their bytes."""
     monkeypatch.setattr(obstore_store, "_BASE_S", 1)
-    retries = obstore_store._RETRIES
-    monkeypatch.setattr(obstore_store, "_RETRIES", 0)
+    monkeypatch.setattr(obstore_store, "_LASTING_RETRIES", 0)
     slow = open_archive(f"{ADDRESS}/slow", RUN)
     attempt = begin(slow, 6)
     proxy.faults.append(Fault("PUT", "/parts/", "slow"))
     with pytest.raises(ArchiveError, match=r"the transfer took too long: .*at least 0.5 MB/s") as caught:
         slow.put_part(attempt.id, 0, memoryview(bytes(400_000)))
     assert caught.value.kind == "slow"
-    monkeypatch.setattr(obstore_store, "_MIN_BYTES_PER_S", 10_000)
-    monkeypatch.setattr(obstore_store, "_RETRIES", retries)
+    monkeypatch.setattr(obstore_store, "MIN_BYTES_PER_S", 10_000)
+    monkeypatch.setattr(obstore_store, "_LASTING_RETRIES", 1)
     open_archive(f"{ADDRESS}/slow", RUN).put_part(attempt.id, 1, memoryview(bytes(200_000)))
     proxy.faults.append(Fault("GET", "", "hang"))
     with pytest.raises(ArchiveError, match="the transfer took too long"):

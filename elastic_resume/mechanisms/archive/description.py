@@ -81,6 +81,11 @@ def _describe_failure(event: Event) -> str:
     return f"an upload to the archive failed: {event.get('error') or 'no reason recorded'}"
 
 
+def _describe_damage(event: Event) -> str:
+    error = event.get("error") or "it is damaged"
+    return f"step {event.get('step')} is not archived from this node's disk: {error}"
+
+
 def _describe_recovery(event: Event) -> str:
     return f"uploads to the archive work again, after {_format_age(get_seconds(event, 'seconds') or 0.0)}"
 
@@ -95,6 +100,7 @@ def _sample(member: dict[str, Any]) -> tuple[str, float]:
 
 ALERTS = (
     AlertKind("archive-failed", _describe_failure, is_bad=True, ended_by="archive-recovered"),
+    AlertKind("archive-damaged", _describe_damage, is_bad=True),
     AlertKind("archive-recovered", _describe_recovery),
     AlertKind("archive-refused", _describe_refusal, is_bad=True),
 )

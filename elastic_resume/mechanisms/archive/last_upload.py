@@ -29,7 +29,7 @@ LIMIT_S = 3600.0
 OTHERS_LIMIT_S = 3.0
 """A node that archives no last checkpoint waits so long for its own request under way."""
 STALL_S = 60.0
-"""Give up when nothing was put for so long, and twice the time that a part takes as measured."""
+"""Give up when nothing was put for so long, and for the time that a part may take."""
 MAX_PAUSE_S = 15.0
 MAX_LASTING_FAILURES = 2
 """So often it is tried if waiting does not mend what is wrong."""
@@ -69,15 +69,15 @@ class LastUpload:
 
     # ---- the main thread ------------------------------------------------------------------------------
 
-    def wait(self, *, is_first: bool) -> None:
+    def wait(self, *, is_first: bool, put_s: float = 0.0) -> None:
         """Have the thread do the last uploads, and wait for them, but no longer than this node may take.
 
-        ``is_first``: the last uploads are up to this node.
+        ``is_first``: the last uploads are up to this node. ``put_s``: a part under way may take so long.
         """
         self._requested.set()
         began, limit_s = time.monotonic(), LIMIT_S if is_first else OTHERS_LIMIT_S
         with self._lock:
-            self._give_up_at = began + STALL_S
+            self._give_up_at = began + STALL_S + put_s
         while not self._done.wait(POLL_S) and time.monotonic() - began < limit_s:
             left_s = self.find_left_s()
             if (left_s is not None and left_s <= 0) or time.monotonic() >= self._give_up_at:
@@ -114,7 +114,8 @@ class LastUpload:
     def _try(self, checkpoint: PinnedCheckpoint, writer: ArchiveWriter) -> str:
         """Try until it is archived, or there is a reason to give up, which is returned."""
         manifest, done, failures, began = checkpoint.manifest, 0, 0, time.monotonic()
-        self._note_progress(0.0)
+        part_bytes = min(checkpoint.part_bytes, manifest.file_bytes)
+        self._note_progress(writer.find_put_s(part_bytes))
         attempt: Attempt | None = None
         logger.info("archiving step %d before this node ends.", manifest.step)
         with ByteProgress(f"archiving step {manifest.step}", manifest.file_bytes, lambda: done):
@@ -128,7 +129,7 @@ class LastUpload:
                     for part in range(done // checkpoint.part_bytes, checkpoint.held.parts):
                         writer.put_part(attempt.id, checkpoint, part)
                         done, failures = done + checkpoint.part_bytes, 0
-                        self._note_progress(2 * checkpoint.part_bytes / max(writer.bytes_per_s, 1.0))
+                        self._note_progress(writer.find_put_s(part_bytes))
                     writer.delete_old(writer.commit(attempt, checkpoint, began), manifest.step)
                     return ""
                 except SecondWriterError as error:

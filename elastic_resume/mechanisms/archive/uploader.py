@@ -93,7 +93,7 @@ class ArchiveUploader(AgentPart):
 
     def __init__(self, context: AgentContext) -> None:
         """Raise ConfigError if a package that the address needs is missing."""
-        settings, self._node_dir = context.settings, context.node_dir
+        settings, self._node_dir, self._emit = context.settings, context.node_dir, context.emit
         self._run_id, self._node = self._node_dir.parent.name, self._node_dir.name
         archive = open_archive(settings["archive"], self._run_id)
         self._writer = ArchiveWriter(archive, settings["archive_keep"], context.emit)
@@ -115,6 +115,7 @@ class ArchiveUploader(AgentPart):
         self._archived_at = 0.0  # of `_verdict.archived`, on this machine's clock
         self._held: dict[Version, PinnedCheckpoint] = {}
         self._named: dict[Version, Path] = {}  # checkpoints whose milestones are not archived
+        self._damaged: set[Version] = set()  # not archived from this disk
         self._reported: tuple[HeldCheckpoint, ...] = ()
         self._failures = ArchiveFailures(context.emit)
         self._begun: Begun | None = None
@@ -186,7 +187,8 @@ class ArchiveUploader(AgentPart):
     def close(self) -> None:
         """Have the thread upload the job's last checkpoint if that is up to this node, and end."""
         if self._client is not None:
-            self._last.wait(is_first=self._world is not None and self._world.rank == 0)
+            is_first = self._world is not None and self._world.rank == 0
+            self._last.wait(is_first=is_first, put_s=self._writer.put_s)
             self._thread.request_close()
 
     def _find_newest(self) -> list[Path]:
@@ -284,14 +286,26 @@ class ArchiveUploader(AgentPart):
                 self._failures.clear()
             return has_acted
         except CheckpointError as error:
-            self._held.pop(upload.version).close()
-            logger.warning("this node uploads no part of step %d: %s", upload.step, error)
+            self._give_up(upload, error)
         except SecondWriterError as error:
             if self._writer.may_follow(upload.version, upload.attempt, error):
                 self._outdated_turn = upload.turn
         except ArchiveError as error:
             self._failures.add(error)
         return False
+
+    def _give_up(self, upload: Upload, error: CheckpointError) -> None:
+        """Offer a damaged checkpoint no more in this start. A node with a good copy goes on."""
+        self._held.pop(upload.version).close()
+        self._named.pop(upload.version, None)
+        self._damaged.add(upload.version)
+        logger.warning(
+            "this node uploads no part of step %d: %s A node with a good copy uploads it; "
+            "elastic-resume verify --deep finds what is damaged.",
+            upload.step,
+            error,
+        )
+        self._emit("archive-damaged", step=upload.step, error=str(error)[:1000])
 
     def _open_committed(self, upload: Upload | None) -> None:
         """Open the checkpoints that were committed, and close those that are not needed any more."""
@@ -334,7 +348,7 @@ class ArchiveUploader(AgentPart):
             self._checked_turn = self._verdict.turn
 
     def _list_named(self, archive: Archive) -> dict[Version, Path]:
-        """Return the checkpoints of this node's disk whose milestones are not archived."""
+        """Return the good checkpoints of this node's disk whose milestones are not archived."""
         with contextlib.suppress(MachineError):
             labels = choose_milestones(Catalog(self._node_dir, self._run_id).list_valid())
             archived = archive.list_milestones() if labels else {}
@@ -342,8 +356,8 @@ class ArchiveUploader(AgentPart):
             return {
                 versions[path]: path
                 for path, own in labels.items()
-                if versions[path] not in archived
-                or merge_milestones(archived[versions[path]], own) != archived[versions[path]]
+                if versions[path] not in self._damaged
+                and merge_milestones(archived.get(versions[path], ()), own) != archived.get(versions[path])
             }
         return {}
 

@@ -14,7 +14,8 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.archive.archive import MAX_EVENTS_BYTES, Archive
 from elastic_resume.archive.entries import Attempt, is_outdated, make_attempt_id
-from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError
+from elastic_resume.archive.store import MIN_BYTES_PER_S
+from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError, UnreadableError
 from elastic_resume.mechanisms.archive.judge import ArchivedVersion, LogStart
 from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
 from elastic_resume.milestone import Version
@@ -42,7 +43,10 @@ class ArchiveWriter:
         """Why this job may archive no more."""
         self.bytes_per_s = 0.0
         """How fast this node has put parts; 0 if it has put none."""
+        self.put_s = 0.0
+        """How long the part that is being put may take; 0: none is."""
         self._put_bytes, self._put_s = 0, 0.0
+        self._former: list[str] = []  # attempts that were there when this node began the present one
 
     def begin(self, checkpoint: PinnedCheckpoint) -> Attempt | None:
         """Begin an attempt; None if the checkpoint is archived already."""
@@ -52,21 +56,36 @@ class ArchiveWriter:
                 self.log_start = LogStart(writer, self.archive.find_next_number())
             first_number = self.log_start.number
         manifest = checkpoint.manifest
-        return self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest)
+        attempt = self.archive.begin(manifest.version, self._make_nonce(), first_number, manifest)
+        if attempt is not None:
+            listed = self.archive.list_attempts()
+            self._former = [former for former in listed if is_outdated(attempt.id, former)]
+        return attempt
 
     def add_milestones(self, checkpoint: PinnedCheckpoint) -> None:
-        """Put the milestones of a checkpoint that is archived already."""
+        """Put the milestones of a checkpoint that is archived. Raises ArchiveError, CheckpointError."""
         version = checkpoint.manifest.version
-        self.archive.add_milestones(version, self._make_nonce(), checkpoint.read_milestones())
+        try:
+            self.archive.add_milestones(version, self._make_nonce(), checkpoint.read_milestones())
+        except UnreadableError as error:  # the store cannot be reached; others: the entry is damaged
+            raise ArchiveError(str(error)) from error
         self._note_archived(version)
 
     def put_part(self, attempt: str, checkpoint: PinnedCheckpoint, part: int) -> None:
         """Put a part of an attempt, after its bytes were verified. Raises ArchiveError, CheckpointError."""
         data = checkpoint.read_part(part)
+        self.put_s = self.find_put_s(len(data))
         began = time.monotonic()
-        self.archive.put_part(attempt, part, data)
+        try:
+            self._put_with_room(lambda: self.archive.put_part(attempt, part, data))
+        finally:
+            self.put_s = 0.0
         self._put_bytes, self._put_s = self._put_bytes + len(data), self._put_s + time.monotonic() - began
         self.bytes_per_s = self._put_bytes / self._put_s if self._put_s else 0.0
+
+    def find_put_s(self, nbytes: int) -> float:
+        """Return how long a put may take: twice as long as measured, or what a store's request may take."""
+        return 2 * nbytes / self.bytes_per_s if self.bytes_per_s else nbytes / MIN_BYTES_PER_S
 
     def commit(self, attempt: Attempt, checkpoint: PinnedCheckpoint, began_at: float) -> list[str]:
         """Put the entry; return the attempts that `delete_old` may delete. ``began_at``: of the upload."""
@@ -81,7 +100,8 @@ class ArchiveWriter:
             )
         candidates = archive.list_attempts()
         labels = checkpoint.read_milestones()
-        archive.commit(attempt, checkpoint.manifest_bytes, checkpoint.part_bytes, labels)
+        manifest_bytes, part_bytes = checkpoint.manifest_bytes, checkpoint.part_bytes
+        self._put_with_room(lambda: archive.commit(attempt, manifest_bytes, part_bytes, labels))
         self._note_archived(attempt.version)
         self._emit(
             "archived",
@@ -96,6 +116,21 @@ class ArchiveWriter:
             "step %d is archived in %s (entry %d).", manifest.step, archive.description, attempt.number
         )
         return [candidate for candidate in candidates if candidate != attempt.id]
+
+    def _put_with_room(self, put: Callable[[], None]) -> None:
+        """Put something. If the archive is full, delete what is not needed first, and put it again."""
+        try:
+            put()
+        except ArchiveError as error:
+            if error.kind != "quota" or not self._make_room():
+                raise
+            put()
+
+    def _make_room(self) -> bool:
+        """Delete parts of former attempts, and what `--archive-keep` allows; return whether there was any."""
+        former, self._former = self._former, []
+        removed = self.archive.sweep(former)
+        return bool(removed) | bool(self._keep is not None and self.archive.prune(self._keep))
 
     def delete_old(self, candidates: list[str], step: int) -> None:
         """Delete what is not needed any more; an error is logged only."""

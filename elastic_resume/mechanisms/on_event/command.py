@@ -1,13 +1,15 @@
 """Run the user's command with one notice after the other, in a thread for which nothing waits.
 
 As of systemd's ``ExecStart`` and git's hooks, no shell is between: a quote or a dollar in an event can never
-become a command. Each run is a process group of its own, which is killed at its end or after `LIMIT_S`. The
-notice is the content of its standard input, a file in memory, so that the command need not read it.
+become a command. Each run is a process group of its own, which is killed at its end or after `LIMIT_S`. If
+the agent is killed, the kernel kills the command. The notice is the content of its standard input, a file in
+memory, so that the command need not read it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -48,17 +50,19 @@ def parse_command(setting: str, text: str) -> tuple[str, ...]:
     """Split a command into its words, and find its program.
 
     Raises:
-        ConfigError: it is empty, a quote is not closed, or its program is not there.
+        ConfigError: it is empty, a quote is not closed, it has a NUL, or its program is not there.
 
     """
+    reason = "it has a NUL character" if "\0" in text else ""
     try:
         program, *words = shlex.split(text)
     except ValueError as error:
         reason = "it is empty" if not text.strip() else str(error).rstrip(".").lower()
+    if reason:
         raise ConfigError(
             f"{setting} cannot be split into words: {reason}. Write a program and its arguments; a pipe or a "
             "variable needs sh -c 'COMMAND'."
-        ) from None
+        )
     path = shutil.which(program)
     if path is None:
         raise ConfigError(
@@ -126,8 +130,8 @@ class CommandQueue:
         if problem and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "on-event: the command for the event %r %s. Training continues; later failures of the "
-                "command are not logged.",
+                "on-event: the command for the event %r %s. The job does not depend on it; later "
+                "failures of the command are not logged.",
                 notice["kind"],
                 problem,
             )
@@ -153,7 +157,7 @@ def run_command(words: Sequence[str], notice: dict[str, Any], is_over: Callable[
     if has_ended and code == 0:
         return ""
     how = f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"
-    return (how if has_ended else "was killed after its time limit") + output.describe()
+    return (how if has_ended else "took too long and was killed") + output.describe()
 
 
 def _start(words: Sequence[str], content: bytes) -> subprocess.Popen[bytes]:
@@ -167,6 +171,7 @@ def _start(words: Sequence[str], content: bytes) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             env={k: v for k, v in os.environ.items() if not k.startswith(constants.ENV_PREFIX)},
             start_new_session=True,
+            preexec_fn=functools.partial(linux.die_with_parent, os.getpid()),  # noqa: PLW1509  one system call
         )
 
 

@@ -44,6 +44,15 @@ def steps(archive: Archive) -> list[int]:
     return [entry.version[1] for entry in entries]
 
 
+def archive_and_delete_old(archive: Archive, step: int) -> None:
+    """Archive a step, and delete what no entry names, as a job does."""
+    attempt = begin(archive, step)
+    put_parts(archive, attempt, make_image(step))
+    candidates = archive.list_attempts()
+    commit(archive, attempt)
+    archive.sweep(candidates)
+
+
 def test_archived_bytes_are_read_back(archive: Archive) -> None:
     """Both ways to read return or verify the same bytes, and count them."""
     image = archive_step(archive, 5, milestones=[Milestone("best", 0.5)])
@@ -478,6 +487,46 @@ def test_reader_passes_over_what_is_pruned_meanwhile(
     real = Archive.list_numbers
     monkeypatch.setattr(Archive, "list_numbers", lambda self: next(answers, None) or real(self))
     assert steps(archive) == [3, 2]
+
+
+@pytest.mark.parametrize("removed", ["newest", "all"])
+def test_parts_of_entry_with_a_number_given_again_stay(tmp_path: Path, removed: str) -> None:
+    """A person removes entries while the job trains. The next ones have their numbers, and other parts."""
+    archive, other = (open_archive(str(tmp_path), RUN) for _ in range(2))
+    for step in (1, 2, 3):
+        archive_and_delete_old(archive, step)
+    if removed == "newest":
+        (tmp_path / RUN / "log" / "00000003").unlink()
+    else:
+        (tmp_path / RUN).rename(tmp_path / "moved")
+    for step in (4, 5, 6):
+        archive_and_delete_old(archive, step)
+    assert steps(archive) == ([6, 5, 4, 2, 1] if removed == "newest" else [6, 5, 4])
+    assert steps(other) == steps(archive)
+    assert len(archive.list_attempts()) == len(steps(archive)), "and nothing else stays"
+
+
+def test_parts_of_entry_that_another_node_gives_the_number_again_stay(tmp_path: Path) -> None:
+    """No listing of this node's lacked the number."""
+    nodes = [open_archive(str(tmp_path), RUN) for _ in range(2)]
+    for step in (1, 2, 3):
+        archive_and_delete_old(nodes[0], step)
+    (tmp_path / RUN / "log" / "00000003").unlink()
+    archive_step(nodes[1], 4)
+    assert nodes[1].list_numbers() == [3, 2, 1]
+    assert nodes[0].begin((1, 3), "1" * 32) is not None, "step 3 is not archived any more"
+    with pytest.raises(TornError, match="does not exist any more"):
+        nodes[0].add_milestones((1, 3), "1" * 32, [Milestone("a")])
+    archive_and_delete_old(nodes[0], 5)
+    assert steps(nodes[0]) == [5, 4, 2, 1]
+    nodes[0].find_numbers(lambda _: True)
+    (tmp_path / RUN / "log" / "00000004").unlink()
+    attempt = begin(nodes[1], 6)
+    put_parts(nodes[1], attempt, make_image(6))
+    commit(nodes[1], attempt, milestones=[Milestone("good")])
+    archive_step(nodes[1], 7)
+    assert nodes[0].prune(1) == [1, 2, 3]
+    assert steps(nodes[0]) == [7, 6], "the milestone stays, although the entry before it was none"
 
 
 # ---- damage --------------------------------------------------------------------------------------------

@@ -92,10 +92,12 @@ def test_failure_is_a_hint_until_uploads_work_again() -> None:
     failing = summary.build_run_report(job.events)
     job.add(112, "archive-recovered", "n1", seconds=90.0)
     job.add(113, "archived", "n1", step=40, checkpoint_generation=1, number=1, bytes=1000, seconds=2.0)
+    job.add(114, "archive-damaged", "n1", step=5, error="/ckpt/g1-s5: a block is wrong.")
     ended = summary.build_run_report(job.events)
     assert any("no permission" in hint for hint in failing.verdict.hints)
     assert not any("no permission" in hint for hint in ended.verdict.hints)
     assert [alert.text for alert in ended.alerts] == [
         "an upload to the archive failed: no permission",
         "uploads to the archive work again, after 2 min",
+        "step 5 is not archived from this node's disk: /ckpt/g1-s5: a block is wrong.",
     ]

@@ -13,8 +13,12 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.archive.archive import Archive
 from elastic_resume.errors import ArchiveError, ArchiveErrorKind
-from elastic_resume.mechanisms.archive import last_upload
+from elastic_resume.mechanisms.archive import last_upload, pinned_checkpoint
+from elastic_resume.mechanisms.archive import writer as writers
+from elastic_resume.mechanisms.archive.last_upload import LastUpload
 from elastic_resume.policy.reasons import JobFinished
+from tests.support.agents import wait_for
+from tests.support.checkpoint_samples import SMALL_BLOCK
 from tests.unit.mechanisms.archive.test_uploader import Job, Node
 
 STEP = 50
@@ -106,6 +110,44 @@ def test_finished_job_does_not_wait_for_a_store_that_hangs(
     closing.join(30)
     assert not closing.is_alive()
     assert f"step {STEP} is not archived, and is on this node's disk: it took too long" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_slow_link_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_last: bool) -> None:
+    """A part of 64 MiB takes 134 s at 0.5 MB/s. It may be of an upload that was under way before."""
+    clock, polled, real_put, real_find = [1000.0], threading.Event(), Archive.put_part, LastUpload.find_left_s
+    slow_puts: list[float] = []
+    monkeypatch.setattr(last_upload, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(writers, "MIN_BYTES_PER_S", SMALL_BLOCK / 100)
+    monkeypatch.setattr(pinned_checkpoint, "choose_part_bytes", lambda *_: SMALL_BLOCK)
+    node = make_node(tmp_path)
+
+    def find_left_s(last: LastUpload) -> float | None:
+        polled.set()
+        return real_find(last)
+
+    def put_part(archive: Archive, attempt: str, index: int, data: memoryview) -> None:
+        if not slow_puts:
+            slow_puts.append(clock[0])
+            for _ in range(2):  # the main thread looks how long it has waited
+                polled.clear()
+                polled.wait(30 if clock[0] == 1000.0 else 10)
+                clock[0] = 1000.0 + last_upload.STALL_S + 50.0
+        real_put(archive, attempt, index, data)
+
+    monkeypatch.setattr(LastUpload, "find_left_s", find_left_s)
+    monkeypatch.setattr(Archive, "put_part", put_part)
+    if is_last:
+        node.close()
+    else:
+        node._job.request()
+        node.commit(node.words["commit_step"])
+        node.part._thread.start()
+        wait_for(lambda: bool(slow_puts), "a part under way")
+        node.part.close()
+    assert clock[0] > 1000.0
+    assert {event["event"] for event in node.events} == {"archived"}
+    assert node.events[-1]["step"] == STEP
 
 
 def test_signal_ends_the_pause_before_the_next_try(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,19 +15,20 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.archive.archive import Archive, open_archive
 from elastic_resume.archive.entries import ArchivedCheckpoint
+from elastic_resume.checkpoint.atomic_io import Disk, translate_os_errors
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.reader import checkpoint_name
-from elastic_resume.errors import ArchiveError, ArchiveErrorKind
+from elastic_resume.errors import ArchiveError, ArchiveErrorKind, UnreadableError
 from elastic_resume.mechanisms.archive import UPLOADS, failures, pinned_checkpoint
-from elastic_resume.mechanisms.archive.judge import ArchiveJudge, Upload
+from elastic_resume.mechanisms.archive.judge import HOLD_WAIT_S, ArchiveJudge, Upload
 from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
 from elastic_resume.milestone import Milestone
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.policy.reasons import JobFinished
 from elastic_resume.rendezvous.facts import Fact, FactBody, Scope
 from tests.support.agent_parts import make_agent_context
-from tests.support.archives import archive_step
-from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, save_checkpoint
+from tests.support.archives import archive_step, put_parts
+from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, make_image, save_checkpoint
 
 STEP = 14  # which the leader requests when nodes are at step 12 of 10 s
 
@@ -303,6 +306,159 @@ def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
     job.work(rounds=10)
     assert read_versions(job.archive) == [(1, STEP)]
     assert not job.nodes[0].part._held
+
+
+def damage(node: Node, step: int) -> None:
+    """Flip bits of a node's checkpoint."""
+    flip_bits(node.directory / checkpoint_name(1, step) / constants.STATE_FILE, 100)
+
+
+def test_damaged_milestone_is_archived_from_another_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node with the damaged copy says so once, and puts its shares of other checkpoints."""
+    job = Job(tmp_path, "a", "b")
+    name(job, 5, Milestone("good"))
+    damage(job.nodes[0], 5)
+    job.work(rounds=20)
+    assert read_names(job) == {5: {"good"}}
+    assert [event["event"] for event in job.nodes[0].events] == ["archive-damaged"]
+    (line,) = caplog.messages
+    assert line.startswith("this node uploads no part of step 5: ")
+    name(job, 7, Milestone("other"))
+    job.work(rounds=20)
+    assert read_versions(job.archive) == [(1, 7), (1, 5)]
+    assert all(node.part._put for node in job.nodes)
+    assert caplog.messages == [line]
+
+
+def test_milestone_without_good_copy_stops_no_other_upload(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up. Before, it was tried five times a second until the job's end."""
+    job = Job(tmp_path, "a", "b")
+    name(job, 5, Milestone("good"))
+    for node in job.nodes:
+        damage(node, 5)
+    job.work(rounds=20)
+    name(job, 7, Milestone("other"))
+    job.now += HOLD_WAIT_S
+    job.work(rounds=40)
+    assert read_names(job) == {7: {"other"}}
+    for node in job.nodes:
+        assert [event["event"] for event in node.events].count("archive-damaged") == 1
+    assert len(caplog.messages) == 2
+    job.nodes[0].part.begin_generation(SimpleNamespace(rank=0))  # type: ignore[arg-type]
+    job.nodes[0].job_end = SimpleNamespace(reason=JobFinished())
+    job.nodes[0].close()
+    assert len(caplog.messages) == 2, "and not once more at the end of the job"
+
+
+def test_archive_that_fails_while_a_name_is_added_damages_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is repeated. An entry that cannot be read ends the tries."""
+    monkeypatch.setattr(failures, "FIRST_PAUSE_S", 0.0)
+    job = Job(tmp_path, "a")
+    job.request()
+    job.nodes[0].commit(STEP)
+    job.work()
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise UnreadableError("the store cannot be reached.")
+
+        patch.setattr(Archive, "add_milestones", fail)
+        name(job, STEP, Milestone("good"))
+        job.work()
+        assert job.nodes[0].events[-1]["event"] == "archive-failed"
+    job.work()
+    assert read_names(job) == {STEP: {"good"}}
+    entry = job.store / RUN / "log" / "00000002"
+    flip_bits(entry, entry.stat().st_size - 3)
+    name(job, STEP, Milestone("best", 1.0))
+    job.work()
+    assert job.nodes[0].events[-1]["event"] == "archive-damaged"
+    job.now += HOLD_WAIT_S
+    name(job, 20, Milestone("other"))
+    job.work(rounds=20)
+    assert read_names(job)[20] == {"other"}
+
+
+@pytest.fixture
+def capacity(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
+    """Return how many bytes fit below a directory, for the test to set."""
+    limits: dict[Path, int] = {}
+    real = Disk.write_file
+
+    def write_file(disk: Disk, path: Path, data: bytes | memoryview) -> None:
+        for root in limits.keys() & {*path.parents}:
+            used = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+            if used + len(data) > limits[root]:
+                with translate_os_errors("write", path):
+                    raise OSError(errno.ENOSPC, "No space left on device")
+        real(disk, path, data)
+
+    monkeypatch.setattr(Disk, "write_file", write_file)
+    return limits
+
+
+def leave_attempts(archive: Archive, steps: range, generation: int = 1, writer: str = "") -> list[str]:
+    """Leave unfinished attempts, of a random writer or of this one; return their ids."""
+    attempts = []
+    for step in steps:
+        attempt = archive.begin((generation, step), (writer or secrets.token_hex(8)) + secrets.token_hex(8))
+        assert attempt is not None
+        put_parts(archive, attempt, make_image(step))
+        attempts.append(attempt.id)
+    return attempts
+
+
+@pytest.mark.parametrize("is_at_end", [False, True])
+@pytest.mark.parametrize("leftover", ["own", "older", "entries"])
+def test_full_archive_gets_room_from_what_is_not_needed(
+    tmp_path: Path, capacity: dict[Path, int], leftover: str, is_at_end: bool
+) -> None:
+    """No upload could succeed any more, and only a success deleted anything."""
+    job = Job(tmp_path, "a")
+    job.request()
+    (node,) = job.nodes
+    if leftover == "entries":  # --archive-keep was greater before
+        for step in (1, 2, 3):
+            archive_step(job.archive, step, generation=0)
+    else:
+        writer = node.part._verdict.writer if leftover == "own" else ""
+        leave_attempts(job.archive, range(1, 4), 1 if leftover == "own" else 0, writer)
+    capacity[job.store] = sum(file.stat().st_size for file in job.store.rglob("*") if file.is_file()) + 5000
+    node.commit(STEP)
+    if is_at_end:
+        node.part.begin_generation(SimpleNamespace(rank=0))  # type: ignore[arg-type]
+        node.job_end = SimpleNamespace(reason=JobFinished())
+        node.close()
+    else:
+        job.work()
+    assert [event["event"] for event in node.events] == ["archived"]
+    assert read_versions(job.archive) == [(1, STEP)]
+    assert len(job.archive.list_attempts()) == 1
+
+
+def test_full_archive_keeps_attempts_of_others(
+    tmp_path: Path, capacity: dict[Path, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may be under way: one of a second job, and one of this job that began later."""
+    job = Job(tmp_path, "a")
+    job.request()
+    (node,) = job.nodes
+    others = leave_attempts(job.archive, range(1, 3))
+    node.commit(STEP)
+    while not node.part._begun:
+        node.part._work()
+    others += leave_attempts(job.archive, range(3, 4), writer=node.part._verdict.writer)
+    capacity[job.store] = sum(file.stat().st_size for file in job.store.rglob("*") if file.is_file())
+    job.work()
+    assert [event["event"] for event in node.events] == ["archive-failed"]
+    assert "No space left on device; free space there, or set --archive-keep." in caplog.messages[0]
+    assert set(job.archive.list_attempts()) >= set(others)
 
 
 def test_parts_in_another_directory_are_missed_before_the_entry(tmp_path: Path) -> None:

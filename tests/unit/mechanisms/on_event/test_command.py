@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -82,14 +86,14 @@ def test_flood_of_output_is_cut(tmp_path: Path) -> None:
     assert problem.endswith("the last line")
     assert len(problem) < command.MAX_SHOWN_BYTES + 100
     endless = f"touch {tmp_path}/begun; exec yes"
-    assert "was killed after its time limit" in run_command(shell(endless), NOTICE, until(tmp_path / "begun"))
+    assert "took too long and was killed" in run_command(shell(endless), NOTICE, until(tmp_path / "begun"))
 
 
 def test_command_that_ignores_signals_is_killed_with_its_children(tmp_path: Path) -> None:
     """SIGTERM would not do; the whole process group ends."""
     hangs = f"trap '' TERM; cd {tmp_path}; sleep 600 & echo $! > child.new; mv child.new child; wait"
     problem = run_command(shell(hangs), NOTICE, until(tmp_path / "child"))
-    assert problem == "was killed after its time limit"
+    assert problem == "took too long and was killed"
     child = int((tmp_path / "child").read_text())
     wait_for(lambda: not is_alive(child), "the end of the command's child")
 
@@ -99,6 +103,46 @@ def test_process_that_command_leaves_is_killed(tmp_path: Path) -> None:
     assert not run_command(shell(f"sleep 600 & echo $! > {tmp_path}/child"), NOTICE, never)
     child = int((tmp_path / "child").read_text())
     wait_for(lambda: not is_alive(child), "the end of what the command left")
+
+
+AGENT = """
+import sys
+from elastic_resume.mechanisms.on_event.command import CommandQueue
+script = "trap '' TERM HUP; echo $$ > pid.new; mv pid.new pid; exec sleep 600"
+queue = CommandQueue(("/bin/sh", "-c", script))
+queue.put({"kind": "start"})
+sys.stdin.read()
+"""
+
+
+def test_command_ends_with_an_agent_that_is_killed(tmp_path: Path) -> None:
+    """Nobody is left to kill it at its limit."""
+    with subprocess.Popen([sys.executable, "-c", AGENT], cwd=tmp_path, stdin=subprocess.PIPE) as agent:
+        wait_for((tmp_path / "pid").exists, "the command")
+        pid = int((tmp_path / "pid").read_text())
+        assert is_alive(pid)
+        agent.kill()
+    try:
+        wait_for(lambda: not is_alive(pid), "the end of the command")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_command_that_is_killed_at_the_agents_end_is_described_truly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No training continues, and it has not had its usual limit."""
+    monkeypatch.setattr(command, "MIN_END_S", 0.1)
+    queue = CommandQueue(shell(f"touch {tmp_path}/begun; exec sleep 600"))
+    queue.put({"kind": "stop"})
+    wait_for((tmp_path / "begun").exists, "the command")
+    queue.finish(0.0)
+    (line,) = caplog.messages
+    assert line == (
+        "on-event: the command for the event 'stop' took too long and was killed. The job does not depend on "
+        "it; later failures of the command are not logged."
+    )
 
 
 def test_oldest_notices_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +203,7 @@ def test_last_notice_gets_its_share_though_the_command_hangs(
     assert [json.loads(line)["number"] for line in (tmp_path / "notices").read_text().splitlines()] == [0, 1]
 
 
-@pytest.mark.parametrize("text", ["", " ", "notify 'open", "no-such-program-here --now"])
+@pytest.mark.parametrize("text", ["", " ", "notify 'open", "true 'a\0b'", "no-such-program-here --now"])
 def test_wrong_command_is_refused(text: str) -> None:
     """At the start of the job, not at its first failure. A webhook's address is not quoted."""
     with pytest.raises(ConfigError, match=r"^--on-event"):
