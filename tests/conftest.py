@@ -41,6 +41,9 @@ os.environ.setdefault("ELASTIC_RESUME_PROVE", "off")
 # `Cluster`, and equal variables let them share one fork server.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# `Cluster` sets it for its nodes. With it, those fork servers also serve ranks without an agent and pages.
+os.environ.setdefault("PYTHONUNBUFFERED", "1")
+
 # An import of Lightning sets it, and fork servers that were started before would refuse all later workers.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from elastic_resume import constants
+from elastic_resume.testing import fork_server
 from tests.support import answered_call
 from tests.support.paths import ROOT
 from tests.support.processes import wait_for
@@ -245,23 +246,22 @@ def _has_line(process: Owner) -> bool:
 @pytest.mark.cluster
 def test_second_job_on_the_directory_is_refused(tmp_path: Path) -> None:
     """As a user meets it: the command ends with 74 and names the job that runs."""
-    filtered = [sys.executable, answered_call.__file__, "flock", "0", sys.executable, "-m", "elastic_resume"]
-    command = [
-        *filtered,
-        "run",
-        "--ckpt-dir",
-        str(tmp_path),
-        "--rdzv-id",
-        "job",
-        "--no-python",
-        "sleep",
-        "600",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as first:
-        wait_for(lambda: list(tmp_path.glob("job/*/lock-owner.json")), "the first job", timeout_s=60)
-        second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        first.terminate()
-        errors = first.communicate(timeout=60)[1]
-    assert second.returncode == constants.EXIT_MACHINE_ERROR
-    assert f"is held by process {first.pid} on host " in second.stderr
-    assert "flock(2) grants a lock twice, so this process owns it by the file owner-lease" in errors
+    filtered = [sys.executable, answered_call.__file__, "flock", "0", "-m", "elastic_resume"]
+    job = ["--ckpt-dir", str(tmp_path), "--rdzv-id", "job", "--no-python", "sleep", "600"]
+
+    def start(output: Path) -> fork_server.AgentProcess:
+        with output.open("wb") as file:
+            forked = fork_server.start([*filtered, "run", *job], os.environ, file)
+        assert forked is not None
+        return forked
+
+    first = start(tmp_path / "first.log")
+    wait_for(lambda: list(tmp_path.glob("job/*/lock-owner.json")), "the first job", timeout_s=60)
+    second = start(tmp_path / "second.log")
+    assert second.wait(120) == constants.EXIT_MACHINE_ERROR
+    first.terminate()
+    first.wait(60)
+    held = f"is held by process {first.pid} on host "
+    assert held in (tmp_path / "second.log").read_text()
+    owns = "flock(2) grants a lock twice, so this process owns it by the file owner-lease"
+    assert owns in (tmp_path / "first.log").read_text()

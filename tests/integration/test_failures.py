@@ -13,6 +13,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing import Cluster
+from tests.support import gpus
 from tests.support.gpus import FakeGpus
 from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
@@ -189,10 +190,12 @@ def test_node_with_unkillable_worker_leaves(make: Make) -> None:
     finish(cluster)
 
 
-def test_node_with_broken_gpu_leaves(make: Make, tmp_path: Path) -> None:
+def test_node_with_broken_gpu_leaves(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names NCCL, as that of a lost peer does; still it is the root cause, at the first time."""
     fake = FakeGpus(tmp_path)
-    cluster = make("broken-gpu", env=fake.env)
+    # Agents look for modules where they start. With a PYTHONPATH they would need a fork server of their own.
+    monkeypatch.chdir(gpus.DIRECTORY)
+    cluster = make("broken-gpu", env={"FAKE_NVML": fake.env["FAKE_NVML"]})
     wait_for_three(cluster)
     fake.wait_watched("n1")
     fake.report_xid(0, 48, node="n1")

@@ -35,13 +35,13 @@ TOKEN = "a secret with a : in it, and ümlauts"  # noqa: S105 - of this test alo
 
 
 @contextlib.contextmanager
-def start_three_nodes(directory: Path) -> Iterator[Cluster]:
+def start_three_nodes(directory: Path, step_delay: str) -> Iterator[Cluster]:
     """Train on three nodes with a worker each, which n0 leads."""
     flags = ["--snapshot-every", "1", "--save-every", "10", "--metrics", "0"]
     flags += ["--rdzv-conf", "last_call_timeout=60"]
     env = {constants.ENV_TOKEN: TOKEN, constants.ENV_LOG_LEVEL: "DEBUG"}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
-        arguments = "--step-log", str(directory), "--epochs", "20000", "--step-delay", "0.01"
+        arguments = "--step-log", str(directory), "--epochs", "20000", "--step-delay", step_delay
         made.start(SCRIPT, *arguments, only=[0])
         made.wait(lambda: "n0 leads" in made.output(0), "n0 to lead, which n1 would if n0 started late")
         made.start_node(1)
@@ -53,7 +53,8 @@ def start_three_nodes(directory: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes, for tests that end none of them, so that their order does not matter."""
-    with start_three_nodes(tmp_path_factory.mktemp("looked-at")) as made:
+    # A slow rank, and its end, are found after some number of steps.
+    with start_three_nodes(tmp_path_factory.mktemp("looked-at"), "0.01") as made:
         yield made
 
 
@@ -184,7 +185,7 @@ def test_slow_rank_is_named_by_event_status_and_metrics(cluster: Cluster) -> Non
 
 def test_status_names_the_next_leader_and_the_failure(tmp_path: Path) -> None:
     """The next one knows how the dead one ended, though its disk is gone."""
-    with start_three_nodes(tmp_path) as cluster:
+    with start_three_nodes(tmp_path, "0.1") as cluster:
         asked(cluster, 2, lambda told: "led by n0" in told.stdout)
         cluster.kill_node(0)
         cluster.wipe(0)

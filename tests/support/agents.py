@@ -43,8 +43,7 @@ class Agents:
         """Start one agent; cold by default, because most scripts here do not import torch."""
         command = [*self.command, *words]
         ours = {"ELASTIC_RESUME_NODE_NAME": node, "ELASTIC_RESUME_NO_WARM": "0" if warm else "1"}
-        shared = {"PYTHONUNBUFFERED": "1"}  # as for the nodes of `Cluster`: one fork server serves both
-        env = {**os.environ, **shared, **ours, **environ}
+        env = {**os.environ, **ours, **environ}
         with open(self.directory / f"{node}.log", "ab") as output:
             is_python = command[0] == sys.executable
             forked = fork_server.start(command, env, output, cwd=self.directory) if is_python else None

@@ -2,6 +2,7 @@
 
     python answered_call.py flock ENOLCK COMMAND...
     python answered_call.py flock 0 COMMAND...      # "done", though nothing was done
+    python answered_call.py flock 0 -m MODULE...    # in this process, which may have been forked
 
 A seccomp filter does it, so it holds for all processes that the command starts. x86-64 and arm64.
 """
@@ -9,6 +10,7 @@ A seccomp filter does it, so it holds for all processes that the command starts.
 import ctypes
 import errno
 import os
+import runpy
 import struct
 import sys
 
@@ -44,4 +46,8 @@ def answer_call(call: str, answer: int) -> None:
 
 if __name__ == "__main__":
     answer_call(sys.argv[1], getattr(errno, sys.argv[2], 0))
-    os.execvp(sys.argv[3], sys.argv[3:])  # noqa: S606
+    if sys.argv[3] == "-m":
+        sys.argv[:] = sys.argv[4:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        os.execvp(sys.argv[3], sys.argv[3:])  # noqa: S606

@@ -5,8 +5,6 @@ They are forked from the process that forks the agents of simulated nodes, which
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
 import subprocess
@@ -16,26 +14,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import constants
-from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import find_free_port
+from tests.support import processes
+from tests.support.paths import ROOT
 
 RANK_PROGRAM = Path(__file__).with_name("rank_process.py")
 THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # only a new process reads it, so the fork server needs it too
 
 
-@functools.cache
+_preforked: dict[str, fork_server.AgentProcess] = {}  # name of a fork server -> the process that forked it
+
+
 def start_fork_server() -> str:
-    """Start a fork server as an agent has it, and that of this process; return its name."""
-    before = dict(os.environ)
-    os.environ.update(THREAD_ENVIRONMENT)
-    manager = ForkServerManager([sys.executable, "-u", "x.py"])
-    manager.start()
-    atexit.register(manager.close)
-    name = os.environ[constants.ENV_FORK_SERVER]
-    os.environ.clear()
-    os.environ.update(before)
+    """Return the name of a fork server as an agent has it: forked from a process that was forked itself.
+
+    It serves all tests of this process. It ends with the process from which all are forked.
+    """
+    for name, process in _preforked.items():
+        if process.poll() is None:
+            return name
+    with tempfile.NamedTemporaryFile() as output:
+        command = [sys.executable, "-m", "tests.support.preforked_server"]
+        started = fork_server.start(command, {**os.environ, **THREAD_ENVIRONMENT}, output.file, cwd=ROOT)
+        assert started is not None
+        path = Path(output.name)
+        processes.wait_for(lambda: path.read_text().endswith("\n"), "a fork server", 120)
+        _preforked[name := path.read_text().splitlines()[-1]] = started
     return name
 
 

@@ -417,8 +417,8 @@ class Script:
 
 
 def main(directory: Path, part: int) -> None:
-    """Train every fourth kind whole and in parts."""
-    print(json.dumps(compare_kinds(compare, directory, [*enumerate(KINDS)][part::4])))
+    """Train every eighth kind whole and in parts."""
+    print(json.dumps(compare_kinds(compare, directory, [*enumerate(KINDS)][part::8])))
 
 
 def compare(name: str, directory: Path, number: int, supervisor: Supervisor) -> dict[str, Any]:

@@ -6,12 +6,9 @@ tests/integration/test_transformers.py.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +16,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
-from transformers.integrations import TensorBoardCallback
-from transformers.trainer_utils import get_last_checkpoint
+from torch import nn
 
 from elastic_resume.console import PACKAGE_LOGGER
 from elastic_resume.errors import UsageError
 from elastic_resume.integrations import plain_attributes, trainer_state
-from elastic_resume.integrations import transformers as integration
 from elastic_resume.integrations.trainer_state import STEPS_PER_SWEEP, ChangedAttributes
 from elastic_resume.state.diff import MEASURED
 from elastic_resume.training import untracked
@@ -35,169 +28,18 @@ from tests.support.thread_ranks import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.slow  # importing transformers takes seconds
 
-STEPS, LEFT_AT = 8, 5
 
+def load() -> Any:
+    """Import `trainer_job`. It takes seconds, which only the worker of xdist that runs these tests spends."""
+    from tests.support import trainer_job  # noqa: PLC0415
 
-class LeftError(Exception):
-    """The end of a process."""
-
-
-class Samples:
-    """Points of two classes."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        return {"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(index % 2)}
-
-
-class Net(nn.Module):
-    """A model that counts its own calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores, self.calls = nn.Linear(4, 2), 0
-
-    def forward(self, inputs: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
-        """Return the mean loss; **kwargs seems to take num_items_in_batch."""
-        self.calls += self.training
-        scores = self.scores(inputs)
-        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
-
-
-class Counting(integration.Trainer):
-    """Logs as TRL's trainers do."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._metrics: dict[str, Any] = {"train": defaultdict(list), "eval": defaultdict(list)}
-        self._total = 0
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the mean of the inputs, and their number."""
-        mode = "train" if model.training else "eval"
-        self._metrics[mode]["mean"].append(float(inputs["inputs"].mean()))
-        self._total += len(inputs["inputs"]) * model.training
-        self._metrics[mode]["total"] = [self._total]
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the means of this mode."""
-        mode = "train" if self.model.training else "eval"
-        means = {key: sum(values) / len(values) for key, values in self._metrics[mode].items()}
-        super().log({**logs, **{f"{mode}_{key}": mean for key, mean in means.items()}}, start_time)
-        self._metrics[mode].clear()
-
-
-class Meter:
-    """An object of the script's own."""
-
-    def __init__(self) -> None:
-        self.sum = 0.0
-
-
-class Average(TrainerCallback):
-    """Holds averages of the weights, and counts. It has no state()."""
-
-    def __init__(self) -> None:
-        self.updates, self.meters, self.in_epoch = 0, {"a": Meter()}, 0
-        self.shadow: dict[str, Tensor] = {}
-        self.average = torch.optim.swa_utils.AveragedModel(Net())
-
-    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
-        """Begin to count, in each process."""
-        self.updates, self.shadow = 0, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Begin to count within the epoch."""
-        self.in_epoch = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Count."""
-        del args, control
-        self.updates, self.in_epoch = self.updates + 1, self.in_epoch + 1
-        self.meters["a"].sum += state.global_step
-        self.average.update_parameters(model)
-        for name, parameter in model.named_parameters():
-            self.shadow[name] = 0.5 * self.shadow[name] + 0.5 * parameter.detach()
-
-    def read(self) -> Any:
-        """Return all of it."""
-        averages = [{name: t.tolist() for name, t in self.shadow.items()}]
-        averages += [{name: t.tolist() for name, t in self.average.state_dict().items()}]
-        return [self.updates, self.in_epoch, self.meters["a"].sum, averages]
-
-
-def _leave(name: str) -> Callable[..., None]:
-    def hook(self: Leaving, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
-        if self.left_at == f"{name}@{state.global_step}":
-            raise LeftError
-
-    return hook
-
-
-class Leaving(TrainerCallback):
-    """Leaves the training; it comes after the others."""
-
-    def __init__(self, left_at: str) -> None:
-        self.left_at = left_at
-
-
-for _name in ("on_step_end", "on_log", "on_evaluate", "on_epoch_end", "on_save"):
-    setattr(Leaving, _name, _leave(_name))
-
-
-class Job:
-    """One directory, and the Trainers of its processes, one after the other."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def train(
-        self,
-        left_at: str = "",
-        start: Any = None,
-        kind: type[Any] = Counting,
-        average: Callable[..., Average] = Average,
-        loggers: tuple[Any, ...] = (),
-        **settings: Any,
-    ) -> tuple[Any, Average]:
-        """Train to the end, or until the training is left at "HOOK@STEP"."""
-        torch.manual_seed(7)
-        names = {"ckpt_dir": self.directory / "ckpt", "run_id": "job", "node_name": "n"}
-        callback = average()
-        arguments: dict[str, Any] = {
-            "logging_steps": 3,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "num_train_epochs": 2,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "seed": 3,
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "save_strategy": "no",
-        }
-        args = TrainingArguments(str(self.directory / "output"), **{**arguments, **settings})
-        callbacks = [callback, *loggers, Leaving(left_at)]
-        trainer = kind(Net(), args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
-        trainer.elastic_options = {**names, "save_every": 1, "snapshot_every": 1}
-        try:
-            trainer.train(start)
-        except LeftError:
-            trainer.elastic_run._release()
-        assert (trainer.state.global_step == STEPS) == (not left_at)
-        return trainer, callback
+    return trainer_job
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> Any:
     """A job."""
-    return Job(tmp_path)
+    return load().Job(tmp_path)
 
 
 @pytest.fixture
@@ -209,59 +51,53 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
     return caplog
 
 
-def read(trainer: Any, callback: Average) -> Any:
-    """Return what must be equal."""
-    log = [{k: v for k, v in each.items() if not MEASURED.search(k)} for each in trainer.state.log_history]
-    own = trainer._total, trainer._metrics, trainer.model.calls
-    return json.loads(json.dumps([log, own, callback.read()]))
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What a training ends with."""
-    trainer, callback = Job(tmp_path_factory.mktemp("undisturbed")).train()
-    assert callback.read()[:3] == [STEPS, STEPS // 2, STEPS * (STEPS + 1) / 2]
-    return read(trainer, callback)
+    trainer, callback = load().Job(tmp_path_factory.mktemp("undisturbed")).train()
+    assert callback.read()[:3] == [load().STEPS, load().STEPS // 2, load().STEPS * (load().STEPS + 1) / 2]
+    return load().read(trainer, callback)
 
 
 @pytest.mark.parametrize("left_at", ["on_step_end@5", "on_evaluate@4", "on_log@3", "on_epoch_end@4"])
 def test_left_training_ends_with_the_same_attributes_and_logs(
-    job: Job, undisturbed: Any, left_at: str, log: pytest.LogCaptureFixture
+    job: Any, undisturbed: Any, left_at: str, log: pytest.LogCaptureFixture
 ) -> None:
     """Of the Trainer, its model and its callbacks; the log has each entry once."""
     job.train(left_at)
     trainer, callback = job.train()
-    assert read(trainer, callback) == undisturbed
+    assert load().read(trainer, callback) == undisturbed
     assert "a restart loses what it holds" not in log.text
     held = untracked.collect_held(trainer.elastic_run._generation.tracked)
     assert id(callback.average) in held, "no warning says that the average is not tracked"
 
 
-def test_check_of_the_loss_leaves_no_trace(job: Job) -> None:
+def test_check_of_the_loss_leaves_no_trace(job: Any) -> None:
     """Each process computes the first batch's loss once more to know its kind."""
     trainer, _ = job.train()
     evaluation = next(entry for entry in trainer.state.log_history if "eval_mean" in entry)
-    plain = float(torch.stack([Samples()[n]["inputs"] for n in range(16)]).mean())
+    plain = float(torch.stack([load().Samples()[n]["inputs"] for n in range(16)]).mean())
     assert trainer._elastic_has_sum is False, "the check has run"
     assert evaluation["eval_mean"] == pytest.approx(plain)
-    assert trainer._total == STEPS * 4
+    assert trainer._total == load().STEPS * 4
 
 
-def test_what_cannot_be_kept_is_named_once(job: Job, log: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_kept_is_named_once(job: Any, log: pytest.LogCaptureFixture) -> None:
     """It has changed; what is the same as at the start is no business of ours."""
+    base: Any = load().Average
 
-    class Changing(Average):
+    class Changing(base):
         def __init__(self) -> None:
             super().__init__()
             self.numbers, self.objects = iter(range(99)), list[object]()
-            self.made: Meter | None = None
+            self.made: Any = None
             self.constant = object()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_step_end(*args, **kwargs)
             next(self.numbers)
             self.objects.append(object())
-            self.made = Meter()
+            self.made = load().Meter()
 
     job.train("on_step_end@3", average=Changing)
     job.train(average=Changing)
@@ -270,10 +106,11 @@ def test_what_cannot_be_kept_is_named_once(job: Job, log: pytest.LogCaptureFixtu
     assert found == ["Changing.numbers", "Changing.objects", "Changing.made.sum"]
 
 
-def test_time_of_a_clock_is_not_kept(job: Job) -> None:
+def test_time_of_a_clock_is_not_kept(job: Any) -> None:
     """A throughput after a restart would count the time in which nothing ran."""
+    base: Any = load().Counting
 
-    class Timed(Counting):
+    class Timed(base):
         last = 0.0
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,39 +155,39 @@ def test_tensorboard_has_each_point_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     found = []
     for number, places in enumerate([[], ["on_log@3", "on_evaluate@4", "on_epoch_end@4", "on_log@6"]]):
-        job, Writer.points = Job(tmp_path / str(number)), []
+        job, Writer.points = load().Job(tmp_path / str(number)), []
         for place in [*places, ""]:
-            trainer, _ = job.train(place, logging_steps=1, loggers=(TensorBoardCallback(),))
+            trainer, _ = job.train(place, logging_steps=1, loggers=(load().TensorBoardCallback(),))
         trainer.evaluate()
         assert len({directory for directory, *_ in Writer.points}) == 1, "one run"
         found.append(sorted((tag, step or 0, value) for _, tag, step, value in Writer.points))
     assert found[0] == found[1]
-    assert len(found[0]) > 5 * STEPS
+    assert len(found[0]) > 5 * load().STEPS
 
 
 # ---- resume_from_checkpoint ------------------------------------------------------------------------------
 
 
 def test_own_checkpoint_is_not_read_after_a_restart(
-    job: Job, undisturbed: Any, log: pytest.LogCaptureFixture
+    job: Any, undisturbed: Any, log: pytest.LogCaptureFixture
 ) -> None:
     """`get_last_checkpoint(output_dir)` finds none at the first start, and one of this job afterwards."""
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     job.train("on_save@4", **saving)
-    last = get_last_checkpoint(str(job.directory / "output"))
+    last = load().get_last_checkpoint(str(job.directory / "output"))
     assert last is not None
-    assert read(*job.train(start=last, **saving)) == undisturbed
+    assert load().read(*job.train(start=last, **saving)) == undisturbed
     assert f"resume_from_checkpoint={last!r} is not read: the job continues at step" in log.text
-    assert read(*job.train(start=True, **saving))[2] == undisturbed[2], "it was over"
+    assert load().read(*job.train(start=True, **saving))[2] == undisturbed[2], "it was over"
 
 
-def test_new_job_goes_on_after_the_steps_of_another_checkpoint(job: Job, tmp_path: Path) -> None:
+def test_new_job_goes_on_after_the_steps_of_another_checkpoint(job: Any, tmp_path: Path) -> None:
     """As the Trainer does: with its weights, optimizer, schedule and step. What is killed then goes on."""
     whole, _ = job.train(save_strategy="steps", save_steps=3)
     path = str(job.directory / "output" / "checkpoint-3")
     ends = []
     for number, left_at in enumerate(["", "on_step_end@6"]):
-        other = Job(tmp_path / str(number))
+        other = load().Job(tmp_path / str(number))
         if left_at:
             other.train(left_at, start=path)
         trainer, _ = other.train(start=path)
@@ -361,21 +198,23 @@ def test_new_job_goes_on_after_the_steps_of_another_checkpoint(job: Job, tmp_pat
 
 
 def test_new_job_that_begins_with_the_last_step_says_so(
-    job: Job, tmp_path: Path, log: pytest.LogCaptureFixture
+    job: Any, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """As after `--resume never`, which leaves output_dir as it is."""
-    job.train(save_strategy="steps", save_steps=STEPS)
-    path = get_last_checkpoint(str(job.directory / "output"))
+    job.train(save_strategy="steps", save_steps=load().STEPS)
+    path = load().get_last_checkpoint(str(job.directory / "output"))
     assert "NOTHING IS LEFT TO TRAIN" not in log.text
-    Job(tmp_path / "new").train(start=path)
-    assert f"NOTHING IS LEFT TO TRAIN: that is the last of {STEPS} steps. To train anew, give" in log.text
+    load().Job(tmp_path / "new").train(start=path)
+    assert (
+        f"NOTHING IS LEFT TO TRAIN: that is the last of {load().STEPS} steps. To train anew, give" in log.text
+    )
 
 
 @pytest.mark.parametrize(
     ("start", "text"),
     [(True, "there is no checkpoint in"), ("/nowhere", "is not the same checkpoint on")],
 )
-def test_missing_checkpoint_is_refused(job: Job, start: Any, text: str) -> None:
+def test_missing_checkpoint_is_refused(job: Any, start: Any, text: str) -> None:
     """At the first start."""
     with pytest.raises(UsageError, match=text):
         job.train(start=start)
@@ -384,7 +223,7 @@ def test_missing_checkpoint_is_refused(job: Job, start: Any, text: str) -> None:
 # ---- one changed import ----------------------------------------------------------------------------------
 
 
-def test_global_batch_is_that_of_the_first_start(job: Job, log: pytest.LogCaptureFixture) -> None:
+def test_global_batch_is_that_of_the_first_start(job: Any, log: pytest.LogCaptureFixture) -> None:
     """Per device x ranks x accumulation; other arguments afterwards do not change the order of samples."""
     trainer, _ = job.train("on_step_end@3")
     assert trainer.elastic_global_batch == 4
@@ -394,71 +233,37 @@ def test_global_batch_is_that_of_the_first_start(job: Job, log: pytest.LogCaptur
     assert "1 ranks x 4 accumulation steps would make 8" in log.text
 
 
-class Calls:
-    """Metrics that keep a count."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, _: Any) -> dict[str, float]:
-        """Count."""
-        self.count += 1
-        return {"calls": float(self.count)}
-
-
-class Levels(Samples):
-    """A dataset whose samples grow, as the script says."""
-
-    level = 0
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a sample of this level."""
-        sample = super().__getitem__(index)
-        return {**sample, "inputs": sample["inputs"] * (1 + self.level / 10)}
-
-
-class Curriculum(Counting):
-    """Changes its dataset in training."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.train_dataset, self.compute_metrics = Levels(), Calls()
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the next samples larger."""
-        self.train_dataset.level += 1
-        return super().training_step(*args, **kwargs)
-
-
-def test_numbers_of_a_dataset_and_of_metrics_are_restored(job: Job, tmp_path: Path) -> None:
+def test_numbers_of_a_dataset_and_of_metrics_are_restored(job: Any, tmp_path: Path) -> None:
     """They are the script's objects, and the Trainer has them."""
-    whole, _ = job.train(kind=Curriculum)
-    other = Job(tmp_path / "other")
-    other.train("on_step_end@3", kind=Curriculum)
-    again, _ = other.train(kind=Curriculum)
-    assert (again.train_dataset.level, again.compute_metrics.count) == (2 * STEPS, STEPS // 2)
-    assert (whole.train_dataset.level, whole.compute_metrics.count) == (2 * STEPS, STEPS // 2)
+    whole, _ = job.train(kind=load().Curriculum)
+    other = load().Job(tmp_path / "other")
+    other.train("on_step_end@3", kind=load().Curriculum)
+    again, _ = other.train(kind=load().Curriculum)
+    assert (again.train_dataset.level, again.compute_metrics.count) == (2 * load().STEPS, load().STEPS // 2)
+    assert (whole.train_dataset.level, whole.compute_metrics.count) == (2 * load().STEPS, load().STEPS // 2)
     assert repr(again.model.state_dict()) == repr(whole.model.state_dict())
     assert [each.get("eval_calls") for each in again.state.log_history] == [
         each.get("eval_calls") for each in whole.state.log_history
     ]
 
 
-def test_loader_before_the_training_is_the_plain_one(job: Job) -> None:
+def test_loader_before_the_training_is_the_plain_one(job: Any) -> None:
     """A script asks for its length, to make a scheduler."""
+    base: Any = load().Counting
 
-    class Asking(Counting):
+    class Asking(base):
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            assert len(self.get_train_dataloader()) == len(Samples()) // 2
+            assert len(self.get_train_dataloader()) == len(load().Samples()) // 2
             return super().train(*args, **kwargs)
 
     job.train(kind=Asking)
 
 
-def test_second_start_of_a_finished_training_writes_the_same_files(job: Job) -> None:
+def test_second_start_of_a_finished_training_writes_the_same_files(job: Any) -> None:
     """Its own times are those of a start without a step."""
+    base: Any = load().Counting
 
-    class Measuring(Counting):
+    class Measuring(base):
         def train(self, *args: Any, **kwargs: Any) -> Any:
             metrics = super().train(*args, **kwargs).metrics
             self.save_metrics("train", metrics)
@@ -476,6 +281,7 @@ def test_second_start_of_a_finished_training_writes_the_same_files(job: Job) -> 
 
 def test_classes_come_under_their_names() -> None:
     """Of transformers; those of TRL are made in the same way, see the page of the Trainer."""
+    integration = load().integration
     kind = integration.Seq2SeqTrainer
     assert kind is integration.Seq2SeqTrainer
     assert kind.__mro__[1] is integration.ElasticTrainer

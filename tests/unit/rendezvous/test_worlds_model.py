@@ -34,11 +34,9 @@ LEADER_FIRST = change(TWO_NODES, owners=("L", "*"), end=False)
     "config",
     [
         TWO_NODES,
-        Config(nodes=3, strict=True),
         Config(nodes=3, strict=True, crashes=3, owners=("*",), ballots=(1,)),
         Config(nodes=3, owners=("L", "H")),
         change(HANDOVER, nodes=2, crashes=1),
-        Config(nodes=2, handover=True, end=False),
         change(TWO_SLOTS, owners=("LH", "H*")),
         change(EMPTY_DISK, replaced=True, known_losses=True),
     ],
@@ -56,6 +54,8 @@ def test_rule_explored_completely_keeps_its_invariants(config: Config) -> None:
     "config",
     [
         Config(nodes=2, crashes=2, late=True),
+        Config(nodes=2, handover=True, end=False),
+        Config(nodes=3, strict=True),
         Config(nodes=3),
         Config(nodes=3, late=True),
         Config(nodes=3, leader=1),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import elastic_resume as er
 from elastic_resume import constants
@@ -21,7 +18,7 @@ from elastic_resume.checkpoint.stored import CheckpointInDirectory
 from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, UsageError
 from elastic_resume.state.export import export
-from tests.support import checkpoint_samples
+from tests.support import checkpoint_samples, launch_ranks
 from tests.support.state_image import are_equal, save_checkpoint
 
 
@@ -132,11 +129,15 @@ def test_export_refuses_corrupt_checkpoint(saved: Path, tmp_path: Path) -> None:
 
 # In a process of its own, which writes no bytecode: a cut .pyc file would stay and break all later imports.
 FAILS = """
-import resource, sys
+import contextlib, io, resource, sys
 from elastic_resume.cli import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-for target in sys.argv[2:]:
-    assert main(["export", sys.argv[1], target, "--force", "--format", target.rpartition("/")[2]]) == 1
+sys.dont_write_bytecode = True
+with contextlib.redirect_stderr(io.StringIO()) as errors:  # stderr is a file too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    for target in sys.argv[2:]:
+        assert main(["export", sys.argv[1], target, "--force", "--format", target.rpartition("/")[2]]) == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(errors.getvalue(), file=sys.stderr)
 """
 
 
@@ -146,8 +147,9 @@ def test_failed_export_leaves_no_file(saved: Path, tmp_path: Path) -> None:
     targets[0].parent.mkdir()
     for target in targets:
         target.write_text("old")
-    command = [sys.executable, "-B", "-c", FAILS, str(saved), *map(str, targets)]
-    end = subprocess.run(command, capture_output=True, text=True, check=False)
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    (end,) = launch_ranks.run_ranks(1, script, str(saved), *map(str, targets))
     assert end.returncode == 0, end.stderr
     assert end.stderr.count("elastic-resume: error: cannot write") == len(targets), end.stderr
     assert sorted(targets[0].parent.iterdir()) == sorted(targets)
@@ -178,6 +180,8 @@ def test_export_without_checkpoint_fails(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_dcp_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
     """An existing directory is never replaced."""
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load  # noqa: PLC0415  a second
+
     fresh = Net()
     out(saved, tmp_path / "dcp", file_format="dcp")
     state = {"model": fresh.state_dict()}
