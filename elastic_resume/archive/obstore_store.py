@@ -102,7 +102,7 @@ class ObstoreStore:
 
     def list(self, prefix: str) -> list[StoredName]:
         """See `Store`."""
-        with self._translate_errors(f"list {prefix}"):
+        with self._translate_errors(f"list {prefix}".rstrip()):
             found = obstore.list_with_delimiter(self._client(0), prefix)
         names = [StoredName(path.rstrip("/").rpartition("/")[2], True) for path in found["common_prefixes"]]
         names += [StoredName(meta["path"].rpartition("/")[2], False) for meta in found["objects"]]

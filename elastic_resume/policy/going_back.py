@@ -125,18 +125,12 @@ def _is_done(plan: ResumePlan, request: str) -> bool:
 
 def is_abandoned(state: SavedState, newer: SavedState | ResumePlan) -> bool:
     """Return whether the history of ``newer`` has gone back behind ``state``."""
-    return _find_way_behind(state, newer) is not None
-
-
-def _find_way_behind(state: SavedState, newer: SavedState | ResumePlan) -> WayBack | None:
-    """Return the way back on which ``newer`` has left ``state``: it was newer when that way began."""
-    ways = (way for way in newer.ways_back if way.version < state.version)
-    return next((way for way in ways if state.generation < way.new_generation), None)
+    return milestone.find_way_behind(state.version, newer.ways_back) is not None
 
 
 def describe_abandoned(state: SavedState, plan: ResumePlan) -> str:
     """Return why ``state``, which the history of ``plan`` has left, is moved aside."""
-    way = _find_way_behind(state, plan)
+    way = milestone.find_way_behind(state.version, plan.ways_back)
     if way is None:
         raise ValueError(f"{state} is not abandoned")
     return (

@@ -144,9 +144,9 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         lost += f"; {plan.unproved}, so a later resume will be proved (--prove)"
     if plan.goes_back:
         lost = (
-            f"; went back, as --resume-from {plan.request} requests: "
-            f"{format_count(plan.given_up_steps, 'newer step')} given up; their checkpoints move to "
-            "quarantine"
+            f"; went back, as --resume-from {plan.request} requests (done once: the same command goes on "
+            f"from here): {format_count(plan.given_up_steps, 'newer step')} given up; what nodes hold of "
+            "them moves to quarantine, what is archived stays and does not count"
         )
     elif plan.request and result.earlier_command is not None:
         lost += (
