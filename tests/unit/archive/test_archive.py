@@ -134,13 +134,14 @@ def test_absent_directory_is_no_empty_archive(tmp_path: Path) -> None:
     ]
     for request in requests:
         with pytest.raises(
-            ArchiveError, match=r"mnt: No such file.*; mount .*, or create .* with mkdir"
+            ArchiveError,
+            match=r"^file:///.*/mnt: cannot use it: No such.*; mount .*, or create .* with mkdir",
         ) as caught:
             request()
         assert caught.value.kind == "missing-bucket"
         assert not root.exists()
     root.touch()
-    with pytest.raises(ArchiveError, match=r"cannot use .*/mnt: Not a directory"):
+    with pytest.raises(ArchiveError, match=r"file:///.*/mnt: cannot use it: Not a directory"):
         absent.list_numbers()
     root.unlink()
     root.mkdir()

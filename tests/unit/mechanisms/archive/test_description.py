@@ -37,6 +37,8 @@ ARCHIVED = ArchiveStatus("s3://bucket/job", 40, 90.0, 60, 2, 5)
         ("", None),
         ("-5", None),
         ("1.5", None),
+        ("30min", None),
+        ("30 min", None),
     ],
 )
 def test_interval_is_a_time_or_a_number_of_steps(text: str, expected: IntervalSetting | None) -> None:
@@ -44,7 +46,8 @@ def test_interval_is_a_time_or_a_number_of_steps(text: str, expected: IntervalSe
     if expected is not None:
         assert parse_every("--archive-every", text) == expected
         return
-    with pytest.raises(ConfigError, match="--archive-every is "):
+    sentence = r"--archive-every is .*: write (a number of steps \(1000\) or a time \(30m, 2h\)|a time of 1s)"
+    with pytest.raises(ConfigError, match=sentence):
         parse_every("--archive-every", text)
 
 
