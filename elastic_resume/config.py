@@ -485,6 +485,10 @@ class Parser(argparse.ArgumentParser):
             known = actions_by_flag(self)
             message = describe_missing_flag(flag.removeprefix("--")) if "--save-every" in known else ""
             kind = "flag" if unknown else "argument"
+            if flag == "--archive" and not message:
+                message = (
+                    "this command has no --archive: give the address alone, as s3://BUCKET/PREFIX/RUN_ID."
+                )
             message = message or f"unknown {kind} {flag}.{suggest_similar(flag, known)}"
         elif unknown_command := re.fullmatch(
             r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message

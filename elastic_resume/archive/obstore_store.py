@@ -58,6 +58,8 @@ class ObstoreStore:
             self._clients[_BASE_S] = self._make_client(_BASE_S, _RETRIES)
         except (BaseError, ValueError) as error:
             reason = str(error).partition("\n")[0][:200]
+            if "Account must be specified" in reason:
+                reason = "AZURE_STORAGE_ACCOUNT_NAME is not set, the name of the storage account"
             raise ConfigError(
                 f"{self.description}: {reason}; correct the store's variables in the environment."
             ) from error

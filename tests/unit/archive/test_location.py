@@ -82,3 +82,21 @@ def test_wrong_place_is_told_what_is_above_it(
     full = f"{address}/{typed}"
     assert cli.main(["ls", full]) == 1
     assert capsys.readouterr().err == f"elastic-resume: error: {text.format(typed=full, root=address)}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["ls", "--archive", "s3://b/llm"],
+            "this command has no --archive: give the address alone, as s3://",
+        ),
+        (["status", "s3://b/llm"], "s3://b/llm: status asks the agents of a running job; report takes the"),
+    ],
+)
+def test_address_at_the_wrong_place_is_told_the_right_one(
+    capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    """Nothing is asked of a store, and no directory of that name is looked for."""
+    assert cli.main(words) != 0
+    assert text in capsys.readouterr().err
