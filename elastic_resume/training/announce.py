@@ -133,7 +133,7 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         )
     lost = "" if plan.kind == "cold" else "; no step lost"
     if plan.source_tier == ARCHIVE and not plan.knows_progress:
-        lost = f"; steps after {plan.step} are lost if they were trained, which no node knows"
+        lost = f"; the nodes that trained are gone: steps after {plan.step}, if there were any, are lost"
     if plan.recomputed_steps:
         lost = f"; {format_count(plan.recomputed_steps, 'step')} to recompute"
     if plan.target is not None:

@@ -86,7 +86,7 @@ def _describe_recovery(event: Event) -> str:
 
 
 def _describe_refusal(event: Event) -> str:
-    return f"this job archives no more: {event.get('error') or 'no reason recorded'}"
+    return str(event.get("error") or "this job archives no more")
 
 
 def _sample(member: dict[str, Any]) -> tuple[str, float]:

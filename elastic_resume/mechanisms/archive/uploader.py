@@ -57,8 +57,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 RETRY_S = 60.0  # after a defect
 MAX_KEPT = 2
+"""So many of the newest checkpoints stay open beside what is uploaded."""
 MAX_NAMED = 4
-"""So many of the newest checkpoints, and of the oldest milestones, stay open beside what is uploaded."""
+"""And so many of the oldest milestones that are not archived."""
 RATE_WINDOW_S = 20.0
 
 

@@ -55,8 +55,12 @@ def test_start_names_the_node_that_has_saved_the_state() -> None:
 @pytest.mark.parametrize(
     ("generation", "step", "lost"),
     [
-        (0, 0, "steps after 450 are lost if they were trained, which no node knows"),  # new nodes
-        (1, 479, "steps after 450 are lost if they were trained, which no node knows"),  # absent since then
+        (0, 0, "the nodes that trained are gone: steps after 450, if there were any, are lost"),  # new nodes
+        (
+            1,
+            479,
+            "the nodes that trained are gone: steps after 450, if there were any, are lost",
+        ),  # absent since then
         (2, 479, "29 steps to recompute"),
         (2, 450, "no step lost"),
     ],
