@@ -88,6 +88,18 @@ def test_problem_is_shown_beside_what_is_archived() -> None:
     assert "nothing archived yet" in describe_status(ArchiveStatus("s3://bucket/job"))
 
 
+def test_report_says_what_is_archived_when_all_goes_well() -> None:
+    """A milestone that is put late is not the newest."""
+    job = Job().begun()
+    fields = {"number": 1, "bytes": 1000, "seconds": 2.0, "archive": "s3://bucket/llm/job"}
+    job.add(111, "archived", "n1", step=40, checkpoint_generation=1, **fields)
+    job.add(112, "archived", "n1", step=30, checkpoint_generation=1, **fields)
+    job.add(124, "step", "n1", rank=0, step=50)
+    text = summary.format_text(summary.build_run_report(job.events))
+    line = "archive s3://bucket/llm/job: 2 checkpoints put, newest: step 40, 13 s before the end"
+    assert line in text.splitlines()
+
+
 def test_failure_is_a_hint_until_uploads_work_again() -> None:
     """It stays in the list of what happened; an archived checkpoint is no problem, and so not in it."""
     job = Job().begun()
