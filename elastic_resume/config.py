@@ -485,6 +485,10 @@ class Parser(argparse.ArgumentParser):
             known = actions_by_flag(self)
             message = describe_missing_flag(flag.removeprefix("--")) if "--save-every" in known else ""
             kind = "flag" if unknown else "argument"
+            if flag == "--archive" and not message:
+                message = (
+                    "this command has no --archive: give the address alone, as s3://BUCKET/PREFIX/RUN_ID."
+                )
             message = message or f"unknown {kind} {flag}.{suggest_similar(flag, known)}"
         elif unknown_command := re.fullmatch(
             r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message
@@ -512,8 +516,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "elastic_resume",
         "A flag beats the environment (ELASTIC_RESUME_*, PET_*), which beats the file of --config. An "
         "argument of er.resume() beats them all, except for ckpt-dir, rdzv-id and node-name. TIME is a "
-        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every and --snapshot-every a "
-        "bare number is steps.",
+        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every, --snapshot-every "
+        "and --archive-every a bare number is steps.",
     )
     for option in FLAG_OPTIONS:
         text = option.help + (f"; {option.details}" if option.details else "")

@@ -44,6 +44,11 @@ class WayBack:
         return (self.generation, self.step)
 
 
+def find_way_behind(version: Version, ways: Iterable[WayBack]) -> WayBack | None:
+    """Return the way of ``ways`` on which a history left ``version``: it was newer when that way began."""
+    return next((way for way in ways if way.version < version and version[0] < way.new_generation), None)
+
+
 def is_name(text: str) -> bool:
     """Return whether ``text`` can be a milestone's name: a step, a checkpoint, latest and off are none."""
     is_other = text in {LATEST, OFF} or _STEP.fullmatch(text) or parse_version(text)
@@ -59,6 +64,11 @@ def parse_version(text: str) -> Version | None:
     """Return (generation, step) of a checkpoint's name such as g4-s500 or g000004-s0000000500, or None."""
     found = _VERSION.fullmatch(text)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def format_short_version(version: Version) -> str:
+    """Return a checkpoint's name as a person writes it."""
+    return f"g{version[0]}-s{version[1]}"
 
 
 def format_version(version: Version) -> str:

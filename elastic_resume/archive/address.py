@@ -93,12 +93,25 @@ def parse_address(setting: str, text: str) -> Address:
 
 
 def parse_archive_setting(setting: str, value: object) -> str:
-    """Return a setting's address, that of a directory as an absolute path; empty for ``off``."""
+    """Return a setting's address, that of a directory as an absolute path; empty for ``off``.
+
+    Raises:
+        ConfigError: as `parse_address`; or it is a relative path, and there is no such directory.
+
+    """
     if str(value).strip() in {"", "off"}:
         return ""
-    address = parse_address(setting, str(value).strip())
+    text = str(value).strip()
+    address = parse_address(setting, text)
     if address.scheme == "file":
-        return str(Path(address.path).expanduser().absolute())
+        path = Path(address.path).expanduser()
+        is_bucket = not path.is_absolute() and not text.startswith(".") and not path.is_dir()
+        if is_bucket and _BUCKET.fullmatch(path.parts[0] if path.parts else ""):
+            raise ConfigError(
+                f"{setting} is {text[:100]!r}: there is no such directory. For a bucket write "
+                f"s3://{text[:100]}, or gs:// or az://; for a directory its whole path."
+            )
+        return str(path.absolute())
     return str(address)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic_resume import constants, failpoints
+from elastic_resume import constants, failpoints, milestone
 from elastic_resume.archive import entries
 from elastic_resume.archive.address import OBJECT_SCHEMES, Address, parse_address
 from elastic_resume.archive.directory_store import DirectoryStore
@@ -651,10 +651,14 @@ class Archive:
             self._store.delete(f"{prefix}/{stored.name}")
 
     def _second_writer(self, number: int, attempt_id: str) -> SecondWriterError:
-        by = f" by the attempt {attempt_id}" if attempt_id else ""
+        who, what = "another job", f"entry {number}"
+        with contextlib.suppress(CheckpointError):  # pruned meanwhile
+            manifest = self.read_entry(number).manifest
+            who = f"node {manifest.node} of another job"
+            what += f", {milestone.format_short_version(manifest.version)}"
         return SecondWriterError(
-            f"{self.description}: entry {number} was written{by}, which is not of this job: another job uses "
-            "the same run id and archive. This job archives no more; give one of them another --rdzv-id.",
+            f"{self.description}: {who} archives under this run id too ({what}). This job archives no more, "
+            "and trains on. Stop one of them, or give it another --rdzv-id.",
             number=number,
             attempt=attempt_id,
         )

@@ -13,7 +13,7 @@ from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name
 from elastic_resume.checkpoint.reader import open_regular
 from elastic_resume.errors import ArchiveError, ArchiveErrorKind, ForeignError, MachineError
 
-_MOUNT = (ArchiveErrorKind.UNAVAILABLE, "check that the file system is mounted and well")
+_DEFAULT_KIND_AND_REMEDY = (ArchiveErrorKind.UNAVAILABLE, "check that the file system is mounted and well")
 _KIND_AND_REMEDY: dict[int | None, tuple[ArchiveErrorKind, str]] = {
     errno.EACCES: (ArchiveErrorKind.FORBIDDEN, "give this user write permission there"),
     errno.EPERM: (ArchiveErrorKind.FORBIDDEN, "give this user write permission there"),
@@ -48,7 +48,7 @@ class DirectoryStore:
         """See `Store`."""
         path = self._root / name
         self._check_root()
-        with _translate_errors("write", path):
+        with self._translate_errors(f"write {name}"):
             temporary = self._write_temporary(path, data)
             try:
                 self._disk.rename(temporary, path)
@@ -62,7 +62,7 @@ class DirectoryStore:
         """See `Store`. A hard link is created only where nothing is."""
         path = self._root / name
         self._check_root()
-        with _translate_errors("write", path):
+        with self._translate_errors(f"write {name}"):
             temporary = self._write_temporary(path, data)
             try:
                 is_new = self._disk.link(temporary, path)
@@ -78,7 +78,7 @@ class DirectoryStore:
     def get_range(self, name: str, start: int, size: int) -> memoryview | None:
         """See `Store`."""
         path = self._root / name
-        with _translate_errors("read", path):
+        with self._translate_errors(f"read {name}"):
             try:
                 with open_regular(path) as descriptor:
                     size = max(0, min(size, os.fstat(descriptor).st_size - start))
@@ -94,7 +94,7 @@ class DirectoryStore:
     def head(self, name: str) -> int | None:
         """See `Store`."""
         path = self._root / name
-        with _translate_errors("read", path):
+        with self._translate_errors(f"read {name}"):
             try:
                 return path.stat().st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -104,7 +104,7 @@ class DirectoryStore:
     def list(self, prefix: str) -> list[StoredName]:
         """See `Store`."""
         path = self._root / prefix
-        with _translate_errors("list", path):
+        with self._translate_errors(f"list {prefix}".rstrip()):
             try:
                 with os.scandir(path) as entries:
                     return sorted((StoredName(e.name, e.is_dir()) for e in entries), key=lambda e: e.name)
@@ -115,7 +115,7 @@ class DirectoryStore:
     def delete(self, name: str) -> None:
         """See `Store`. A directory that it leaves empty goes too, as a prefix does in an object store."""
         path = self._root / name
-        with _translate_errors("remove", path):
+        with self._translate_errors(f"remove {name}"):
             try:
                 path.unlink()
             except FileNotFoundError:
@@ -125,7 +125,7 @@ class DirectoryStore:
 
     def _check_root(self) -> None:
         """Raise ArchiveError if the directory is absent, as for a bucket."""
-        with _translate_errors("use", self._root), os.scandir(self._root):
+        with self._translate_errors("use it"), os.scandir(self._root):
             pass
 
     def _write_temporary(self, path: Path, data: bytes | memoryview) -> Path:
@@ -139,14 +139,14 @@ class DirectoryStore:
             raise
         return temporary
 
-
-@contextlib.contextmanager
-def _translate_errors(operation: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, MachineError, ForeignError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        number = cause.errno if isinstance(cause, OSError) else None
-        kind, remedy = _KIND_AND_REMEDY.get(number, _MOUNT)
-        reason = os.strerror(number) if number else str(error)
-        raise ArchiveError(f"archive: cannot {operation} {path}: {reason}; {remedy}.", kind=kind) from error
+    @contextlib.contextmanager
+    def _translate_errors(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, MachineError, ForeignError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            number = cause.errno if isinstance(cause, OSError) else None
+            kind, remedy = _KIND_AND_REMEDY.get(number, _DEFAULT_KIND_AND_REMEDY)
+            reason = os.strerror(number) if number else str(error)
+            text = f"{self.description}: cannot {operation}: {reason}; {remedy}."
+            raise ArchiveError(text, kind=kind) from error

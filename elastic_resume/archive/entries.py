@@ -46,23 +46,6 @@ class Attempt:
     id: str
     version: tuple[int, int]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as data for `json.dumps`."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(record: Any) -> Attempt:
-        """Return the attempt that `to_json` was called for; raise ValueError for anything else."""
-        if not isinstance(record, dict) or set(record) != {"number", "id", "version"}:
-            raise ValueError(f"not an attempt: {record!r:.100}")
-        number, name = record["number"], record["id"]
-        if type(number) is not int or not 0 < number <= MAX_NUMBER or not isinstance(name, str):
-            raise ValueError(f"not an attempt: {record!r:.100}")
-        version = parse_attempt_id(name)
-        if version is None or record["version"] not in ([*version], version):
-            raise ValueError(f"not an attempt: {record!r:.100}")
-        return Attempt(number, name, version)
-
 
 @dataclass(frozen=True)
 class EntryHeader:

@@ -62,7 +62,7 @@ class FsspecStore:
 
     def list(self, prefix: str) -> list[StoredName]:
         """See `Store`."""
-        with self._translate_errors(f"list {prefix}"):
+        with self._translate_errors(f"list {prefix}".rstrip()):
             try:
                 found = self._files.ls(self._path(prefix), detail=True)
             except (FileNotFoundError, NotADirectoryError):

@@ -4,26 +4,28 @@
 
     ADDRESS                 all runs
     ADDRESS/RUN_ID          one run
-    ADDRESS/RUN_ID/gX-sY    one checkpoint
+    ADDRESS/RUN_ID/gX-sY    one checkpoint; also by its step, or by a milestone
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from elastic_resume import constants
+from elastic_resume import constants, milestone
 from elastic_resume.archive.address import Address
 from elastic_resume.archive.archive import Archive, open_store
 from elastic_resume.archive.entries import ArchivedCheckpoint, BadEntry, choose_milestones
 from elastic_resume.checkpoint.catalog import MAX_ENTRIES
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.reader import checkpoint_name, parse_checkpoint_name
-from elastic_resume.errors import UsageError
-from elastic_resume.milestone import Milestone
+from elastic_resume.checkpoint.reader import checkpoint_name
+from elastic_resume.errors import ArchiveError, ArchiveErrorKind, NoValidCheckpointError, UsageError
+from elastic_resume.milestone import LATEST, Milestone
 
 _MAX_RUNS = 1000
+_MAX_NAMED = 8  # in one error
 _UNKNOWN = (1 << 54, 0)  # of an entry that cannot be read: it may be the newest
 
 
@@ -36,6 +38,8 @@ class CheckpointInArchive:
     entry: ArchivedCheckpoint | BadEntry
     milestones: tuple[Milestone, ...] = ()
     """Those that count among all that were listed."""
+    left_by: int | None = None
+    """The generation that began when the job went back behind it, so that no job resumes it by itself."""
 
     def read_manifest(self) -> Manifest:
         """See `StoredCheckpoint`."""
@@ -84,12 +88,14 @@ class FoundArchive:
             entries = sorted(entries, key=lambda entry: entry.version or _UNKNOWN, reverse=True)
             headers = [entry.header for entry in entries if isinstance(entry, ArchivedCheckpoint)]
             milestones = choose_milestones(headers)
-            found += [
-                CheckpointInArchive(
-                    self._place(archive, entry), archive, entry, milestones.get(entry.version or (0, 0), ())
-                )
-                for entry in entries
-            ]
+            ways = next((e.manifest.ways_back for e in entries if isinstance(e, ArchivedCheckpoint)), ())
+            for entry in entries:
+                version = entry.version or _UNKNOWN
+                way = milestone.find_way_behind(version, ways) if entry.version else None
+                left_by = way.new_generation if way else None
+                labels = milestones.get(version, ())
+                place = self._place(archive, entry)
+                found.append(CheckpointInArchive(place, archive, entry, labels, left_by))
         return found
 
     def _read_version(self, archive: Archive) -> list[ArchivedCheckpoint | BadEntry]:
@@ -105,28 +111,94 @@ class FoundArchive:
 
 
 def find_archive(address: Address) -> FoundArchive:
-    """Return what is at ``address``.
+    """Return what is at ``address``. Its last component may be what `--resume-from` takes.
 
     Raises:
         UsageError: no run of elastic_resume is there.
+        NoValidCheckpointError: a run is there, and no such checkpoint of it.
         ArchiveError: it cannot be listed.
 
     """
-    version = parse_checkpoint_name(address.name)
-    run = address if version is None else address.parent
-    if re.fullmatch(constants.SAFE_NAME_PATTERN, run.name):
+    names = _list_prefixes(address)
+    if "log" in names and _is_name(address.name):
+        archive = Archive(open_store(address.parent), address.name)
+        if archive.list_numbers():
+            return FoundArchive(address, "run", (archive,))
+    store = open_store(address)
+    archives = [Archive(store, name) for name in filter(_is_name, names[:_MAX_RUNS])]
+    archives = [archive for archive in archives if archive.list_numbers()]
+    if archives:
+        return FoundArchive(address, "root", tuple(archives))
+    run = address.parent
+    if _is_name(run.name) and "log" in _list_prefixes(run):
         archive = Archive(open_store(run.parent), run.name)
         if archive.list_numbers():
-            return FoundArchive(address, "run" if version is None else "checkpoint", (archive,), version)
-    if version is None:
-        store = open_store(address)
-        names = [stored.name for stored in store.list("") if stored.is_prefix]
-        safe_names = [name for name in names if re.fullmatch(constants.SAFE_NAME_PATTERN, name)]
-        archives = [Archive(store, name) for name in safe_names[:_MAX_RUNS]]
-        archives = [archive for archive in archives if archive.list_numbers()]
-        if archives:
-            return FoundArchive(address, "root", tuple(archives))
-    raise UsageError(
+            return _find_checkpoint(FoundArchive(run, "run", (archive,)), address.name)
+    raise _make_missing_error(address)
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(constants.SAFE_NAME_PATTERN, text) is not None
+
+
+def _list_prefixes(address: Address) -> list[str]:
+    """Return the names of directories at ``address``; an absent directory has none."""
+    try:
+        return [stored.name for stored in open_store(address).list("") if stored.is_prefix]
+    except ArchiveError as error:
+        if address.scheme != "file" or error.kind != ArchiveErrorKind.MISSING_BUCKET:
+            raise
+        return []
+
+
+def _find_checkpoint(run: FoundArchive, request: str) -> FoundArchive:
+    """Return the checkpoint that ``request`` names, as `policy.going_back` chooses it."""
+    place, (archive,) = run.path, run.archives
+    version = milestone.parse_version(request)
+    if version is not None and archive.find_numbers(lambda header: header.version == version):
+        return FoundArchive(place / checkpoint_name(*version), "checkpoint", (archive,), version)
+    stored = run.list_checkpoints()
+    step = milestone.parse_step(request)
+    found = [
+        (-math.inf if label is None or label.metric is None or request == LATEST else label.metric, version)
+        for each in stored
+        if (version := each.entry.version) is not None and each.left_by is None
+        for label in (each.milestones if step is None else (None,))
+        if (step == version[1] if label is None else request in {LATEST, label.name})
+    ]
+    if not found:
+        raise NoValidCheckpointError(
+            f"{place}: no checkpoint {request!r} in this run. There is: {_list_names(stored)}."
+        )
+    version = max(found)[1]
+    return FoundArchive(place / checkpoint_name(*version), "checkpoint", (archive,), version)
+
+
+def _list_names(stored: Iterable[CheckpointInArchive]) -> str:
+    shown = []
+    for each in stored:
+        if each.entry.version is not None:
+            left = () if each.left_by is None else (f"left by g{each.left_by}",)
+            words = ", ".join([*(label.name for label in each.milestones), *left])
+            name = milestone.format_short_version(each.entry.version)
+            shown.append(f"{name} ({words})" if words else name)
+    return _join(shown)
+
+
+def _join(names: Iterable[str]) -> str:
+    different = list(dict.fromkeys(names))
+    more = f" and {len(different) - _MAX_NAMED} more" if len(different) > _MAX_NAMED else ""
+    return ", ".join(different[:_MAX_NAMED]) + more
+
+
+def _make_missing_error(address: Address) -> UsageError:
+    """Say what is at the next place above that has something."""
+    above = address
+    while above.path not in {"", "/"}:
+        above = above.parent
+        if names := _list_prefixes(above):
+            return UsageError(f"{address}: no archived checkpoints here. {above} has: {_join(names)}.")
+    return UsageError(
         f"{address}: no archived checkpoints here. Give the address of --archive, one with /RUN_ID, or one "
-        "with a checkpoint's name behind that, as ls shows it."
+        "with a checkpoint behind that: its step, milestone or name, as g3-s300."
     )

@@ -60,6 +60,8 @@ class ObstoreStore:
             self._clients[_BASE_S, _RETRIES] = self._make_client(_BASE_S, _RETRIES)
         except (BaseError, ValueError) as error:
             reason = str(error).partition("\n")[0][:200]
+            if "Account must be specified" in reason:
+                reason = "AZURE_STORAGE_ACCOUNT_NAME is not set, the name of the storage account"
             raise ConfigError(
                 f"{self.description}: {reason}; correct the store's variables in the environment."
             ) from error
@@ -105,7 +107,7 @@ class ObstoreStore:
 
     def list(self, prefix: str) -> list[StoredName]:
         """See `Store`."""
-        with self._translate_errors(f"list {prefix}"):
+        with self._translate_errors(f"list {prefix}".rstrip()):
             found = obstore.list_with_delimiter(self._client(0), prefix)
         names = [StoredName(path.rstrip("/").rpartition("/")[2], True) for path in found["common_prefixes"]]
         names += [StoredName(meta["path"].rpartition("/")[2], False) for meta in found["objects"]]

@@ -11,6 +11,7 @@ from elastic_resume.errors import ArchiveError
 from elastic_resume.errors import ArchiveErrorKind as Kind
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_HOST = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?(?=[/?\s]|$)")  # no user, no path
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 _CREDENTIAL_REQUEST = re.compile(
     r"/latest/(api|meta-data)|computeMetadata|metadata/identity|token request|oauth2|AssumeRole"
@@ -48,23 +49,27 @@ _KIND_BY_STATUS = {
     507: Kind.QUOTA,
     501: Kind.UNSUPPORTED,
 }
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
 _SENTENCES = {
-    Kind.CREDENTIALS: "no valid credentials: set the store's in the environment of every node "
-    "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_KEY)"
-    " or give the nodes a role; renew expired ones",
+    Kind.CREDENTIALS: "no valid credentials: set the store's in the environment of every node{credentials} "
+    "or give the nodes a role; renew expired ones",
     Kind.FORBIDDEN: "access denied: allow these credentials to list, get, put and delete objects there",
-    Kind.MISSING_BUCKET: "there is no such bucket: create it, or correct the address (and AWS_ENDPOINT_URL)",
+    Kind.MISSING_BUCKET: "there is no such bucket: create it, or correct the address{endpoint}",
     Kind.REGION: "the bucket is in another region: set AWS_REGION to the bucket's",
     Kind.QUOTA: "its quota or space is used up: free space there, or set --archive-keep",
     Kind.CLOCK_SKEW: "this node's clock is wrong by minutes, so the store rejects its signatures: set it by "
     "NTP",
     Kind.FROZEN: "a lifecycle rule has moved the object to a class that cannot be read: restore it there",
-    Kind.UNAVAILABLE: "the store cannot be reached or answers with an error: check network, proxy, and "
-    "AWS_ENDPOINT_URL if it is set",
+    Kind.UNAVAILABLE: "no connection to {host}: check network and proxy{endpoint}",
     Kind.SLOW: "the transfer took too long: check the link to the store (at least {rate} is needed)",
     Kind.CUT: "the connection ended within a transfer: check the link to the store, and proxies on the way",
     Kind.UNSUPPORTED: "the store does not implement this request",
 }
+_FAILING = "the store itself fails, or has too many requests: if it lasts, ask whoever runs it"
 MIN_RATE_TEXT = "0.5 MB/s"
 
 
@@ -103,7 +108,16 @@ def make_error(kind: Kind, description: str, operation: str, text: str = "") -> 
     message, _, _ = text.partition(_BODY_END)
     status, code = _STATUS.search(message), _CODE.search(message)
     answer = " ".join(match[1] for match in (status, code) if match is not None)
-    sentence = _SENTENCES[kind].format(rate=MIN_RATE_TEXT)
+    scheme = description.partition("://")[0]
+    host = _HOST.search(message)
+    variables = f" ({_CREDENTIALS[scheme]})" if scheme in _CREDENTIALS else ""
+    is_failing = kind == Kind.UNAVAILABLE and status is not None
+    sentence = (_FAILING if is_failing else _SENTENCES[kind]).format(
+        rate=MIN_RATE_TEXT,
+        credentials=variables,
+        endpoint=", and AWS_ENDPOINT_URL if it is set" if scheme == "s3" else "",
+        host=host[0].partition("://")[2] if host is not None else "the store",
+    )
     return ArchiveError(
         f"{description}: cannot {operation}: {f'{answer}: ' if answer else ''}{sentence}.", kind=kind
     )

@@ -415,13 +415,21 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "status", help="show a running job: world, steps, snapshots, checkpoints, incidents"
     )
     path_help = "CKPT_DIR, or a run's or node's directory in it (default ./checkpoints)"
-    parser.add_argument("path", type=Path, nargs="?", metavar="CKPT_DIR", help=path_help)
+    parser.add_argument("path", type=_parse_path, nargs="?", metavar="CKPT_DIR", help=path_help)
     parser.add_argument("--rdzv-endpoint", metavar="HOST,...", help="as for run; any agent of the job")
     parser.add_argument("--rdzv-id", metavar="NAME", help="as for run: the job's name")
     file_help = "as token_file of --rdzv-conf for run (or ELASTIC_RESUME_TOKEN)"
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=file_help)
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.set_defaults(function=status)
+
+
+def _parse_path(text: str) -> Path:
+    if "://" in text:
+        raise UsageError(
+            f"{text}: status asks the agents of a running job; report takes the archive's address."
+        )
+    return Path(text)
 
 
 def status(args: argparse.Namespace) -> int:

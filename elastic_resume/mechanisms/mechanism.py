@@ -148,6 +148,8 @@ class AlertKind(NamedTuple):
     """A report names it before all others."""
     is_of_job: bool = False
     """All nodes emit it, and the job ends with the same sentence."""
+    same_by: tuple[str, ...] = ()
+    """Fields by which events are of one problem; none: their descriptions, in which no step or id changes."""
 
 
 class StatusMember(NamedTuple):

@@ -12,6 +12,7 @@ earlier one true. A way back to an abandoned state goes on with that state's way
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -21,7 +22,6 @@ from elastic_resume.errors import ConfigError, NoValidCheckpointError, Unreadabl
 from elastic_resume.milestone import LATEST, MAX_WAYS_BACK, OFF, Milestone, Version, WayBack
 from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import (
-    ARCHIVE,
     ASIDE,
     Inventory,
     RejectedState,
@@ -125,18 +125,12 @@ def _is_done(plan: ResumePlan, request: str) -> bool:
 
 def is_abandoned(state: SavedState, newer: SavedState | ResumePlan) -> bool:
     """Return whether the history of ``newer`` has gone back behind ``state``."""
-    return _find_way_behind(state, newer) is not None
-
-
-def _find_way_behind(state: SavedState, newer: SavedState | ResumePlan) -> WayBack | None:
-    """Return the way back on which ``newer`` has left ``state``: it was newer when that way began."""
-    ways = (way for way in newer.ways_back if way.version < state.version)
-    return next((way for way in ways if state.generation < way.new_generation), None)
+    return milestone.find_way_behind(state.version, newer.ways_back) is not None
 
 
 def describe_abandoned(state: SavedState, plan: ResumePlan) -> str:
     """Return why ``state``, which the history of ``plan`` has left, is moved aside."""
-    way = _find_way_behind(state, plan)
+    way = milestone.find_way_behind(state.version, plan.ways_back)
     if way is None:
         raise ValueError(f"{state} is not abandoned")
     return (
@@ -195,26 +189,50 @@ def _is_meant(rejected: RejectedState, request: str) -> bool:
 def _make_missing_error(
     inventories: Sequence[Inventory], states: Sequence[SavedState], request: str
 ) -> NoValidCheckpointError:
-    names: dict[Version, set[str]] = {state.version: set() for state in states}
-    for state, label in _list_milestones(states):
-        names[state.version].add(label.name)
-    on_nodes = {state.version for state in states if state.tier != ARCHIVE}
-    # Milestones first, then the newest.
-    versions = sorted(names, key=lambda version: (bool(names[version]), version), reverse=True)
-    shown = [
-        " ".join([milestone.format_version(version), *(f"({name})" for name in sorted(names[version]))])
-        + ("" if version in on_nodes else " in the archive")
-        for version in versions[:MAX_LISTED]
-    ]
-    more = f" and {len(versions) - MAX_LISTED} more" if len(versions) > MAX_LISTED else ""
     meant = [each for node in inventories for each in node.rejected if _is_meant(each, request)]
     reasons = dict.fromkeys(f"{each.node}/{each.name}: {each.reason.rstrip('.')}" for each in meant)
     unusable = f" Not usable: {'; '.join([*reasons][:MAX_LISTED])}." if reasons else ""
+    remedy = "Name one that is there, start" if states else "Start"
     error = NoValidCheckpointError(
-        f"--resume-from {request}: no node of this start has such a saved state. There is "
-        f"{', '.join(shown) or 'none'}{more}.{unusable} Name one that is there, start the node that has it, "
-        "or leave --resume-from out to go on from the newest."
+        f"--resume-from {request}: no node of this start has such a saved state. "
+        f"{_describe_states(inventories, states, request)}{unusable} {remedy} the node that has it, or leave "
+        "--resume-from out to go on from the newest."
     )
     # A read that failed now may succeed at the next attempt.
     error.is_deterministic = not any(each.kind == UnreadableError.kind for each in meant)
     return error
+
+
+def _describe_states(inventories: Sequence[Inventory], states: Sequence[SavedState], request: str) -> str:
+    """Say where was looked, and what is there: milestones by name, then the newest of the others."""
+    places = _join(sorted(each.node for each in inventories))
+    if archives := sorted({each.archive for each in inventories if each.archive}):
+        places += f" and in {_join(archives)}"
+    if not states:
+        return f"Nothing is saved on {places}: is --rdzv-id, --ckpt-dir or --archive another one?"
+    by_name = dict[str, list[Version]]()
+    for state, label in sorted(_list_milestones(states), key=lambda one: one[0].version, reverse=True):
+        by_name.setdefault(label.name, []).append(state.version)
+    named = {version for versions in by_name.values() for version in versions}
+    others = sorted({state.version for state in states} - named, reverse=True)
+    close = difflib.get_close_matches(request, by_name, 1)
+    groups = {
+        "Milestones": [f"{name} ({_join_versions(by_name[name])})" for name in sorted(by_name)],
+        "Others": [milestone.format_short_version(version) for version in others],
+    }
+    return " ".join(
+        [
+            *(f"Did you mean {name}?" for name in close),
+            f"Looked on {places}.",
+            *(f"{title}: {_join(items)}." for title, items in groups.items() if items),
+        ]
+    )
+
+
+def _join_versions(versions: Sequence[Version]) -> str:
+    return _join([milestone.format_short_version(version) for version in dict.fromkeys(versions)])
+
+
+def _join(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

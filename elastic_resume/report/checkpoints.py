@@ -204,6 +204,7 @@ class CheckpointEntry:
     bytes: int | None = None
     written_at: float | None = None
     milestones: tuple[Milestone, ...] = ()
+    left_by: int | None = None  # the generation that went back behind it with `--resume-from`
 
     @property
     def is_archived(self) -> bool:
@@ -328,6 +329,7 @@ def _check_archived(stored: CheckpointInArchive, deep: bool) -> CheckpointEntry:
         bytes=manifest.file_bytes,
         written_at=manifest.written_at,
         milestones=stored.milestones,
+        left_by=stored.left_by,
     )
 
 
@@ -356,7 +358,8 @@ def _describe_problem(error: object, path: Path) -> str:
 
 def _table_row(entry: CheckpointEntry, now: float) -> tuple[str, ...]:
     age_s = None if entry.written_at is None else max(0.0, now - entry.written_at)
-    state = {VALID: "yes", BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
+    valid = "yes" if entry.left_by is None else f"left by g{entry.left_by}"
+    state = {VALID: valid, BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
     figures = (entry.generation, entry.step, entry.world_size)
     return (
         entry.node,

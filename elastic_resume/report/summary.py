@@ -397,6 +397,7 @@ def format_text(report: RunReport) -> str:
         DOWNTIME_NOTE if report.downtimes else "",
         _describe_recoveries(report),
         _describe_checkpoints(report),
+        _describe_uploads(report),
         truncate(f"settings: {', '.join(report.settings)}", MAX_NOTE_CHARS) if report.settings else "",
     )
     wrapped = [line for text in totals if text for line in wrap_text(text)]
@@ -506,3 +507,16 @@ def _describe_checkpoints(report: RunReport) -> str:
     for state, text in ((checkpoints.BAD, "bad"), (checkpoints.QUARANTINED, "in quarantine")):
         parts += [f"{states[state]} {text}"] if states[state] else []
     return ", ".join(parts)
+
+
+def _describe_uploads(report: RunReport) -> str:
+    """Say what this job has archived, and how old the newest was at the run's end."""
+    uploads = report.timeline.select("archived")
+    if not uploads:
+        return ""
+    newest = max(uploads, key=lambda event: (event.get_count("checkpoint_generation") or 0, event.step or 0))
+    age = format_seconds(max(0.0, (report.end_t or newest.t) - newest.t))
+    count = format_count(len(uploads), "checkpoint")
+    return (
+        f"archive {newest.get_text('archive')}: {count} put, newest: step {newest.step}, {age} before the end"
+    )

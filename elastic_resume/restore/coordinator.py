@@ -336,8 +336,7 @@ class _ArchiveWait:
                 self._logged_at = time.monotonic()
                 self._context.events.emit("archive-wait", seconds=round(waited_s, 1), error=error.reason)
                 logger.warning(
-                    "the archive cannot be read, and may hold a newer state than the nodes: the start waits "
-                    "for it, %.0f min at most: %s",
+                    "waiting for the archive, %.0f min at most, because a newer state may be there: %s",
                     (ARCHIVE_PATIENCE_S - waited_s) / 60,
                     error.reason,
                 )

@@ -366,12 +366,14 @@ class ArchiveSource:
             raise error
         if newest is not None and not any(newest) and launcher != rank_context.launcher_id():
             self._log_that_it_is_empty()
-        is_unneeded = self._context.settings.resume == "never" or any(
-            s.moment >= newest for s in held if newest
-        )
-        if newest is not None and (is_unneeded or not any(newest)):
+        if newest is not None and self._has_nothing_newer(held, newest):
             return Listing((), (), newest[0])
         return self.list_more("")
+
+    def _has_nothing_newer(self, held: Sequence[SavedState], newest: Moment) -> bool:
+        """Return whether no entry is needed: none is there, none is wanted, or a node holds the newest."""
+        is_empty = not any(newest)
+        return is_empty or self._context.settings.resume == "never" or any(s.moment >= newest for s in held)
 
     def list_more(self, request: str) -> Listing:
         """See StateSource."""

@@ -133,7 +133,7 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         )
     lost = "" if plan.kind == "cold" else "; no step lost"
     if plan.source_tier == ARCHIVE and not plan.knows_progress:
-        lost = f"; steps after {plan.step} are lost if they were trained, which no node knows"
+        lost = f"; the nodes that trained are gone: steps after {plan.step}, if there were any, are lost"
     if plan.recomputed_steps:
         lost = f"; {format_count(plan.recomputed_steps, 'step')} to recompute"
     if plan.target is not None:
@@ -144,9 +144,9 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
         lost += f"; {plan.unproved}, so a later resume will be proved (--prove)"
     if plan.goes_back:
         lost = (
-            f"; went back, as --resume-from {plan.request} requests: "
-            f"{format_count(plan.given_up_steps, 'newer step')} given up; their checkpoints move to "
-            "quarantine"
+            f"; went back, as --resume-from {plan.request} requests (done once: the same command goes on "
+            f"from here): {format_count(plan.given_up_steps, 'newer step')} given up; what nodes hold of "
+            "them moves to quarantine, what is archived stays and does not count"
         )
     elif plan.request and result.earlier_command is not None:
         lost += (
@@ -215,7 +215,7 @@ class EarlierRunNotice:
         self, result: ResumeResult, context: RankContext, position: Position, command: Sequence[str]
     ) -> None:
         """``command`` is the script and the arguments of this start."""
-        self._text = ""
+        self._text, self._is_requested = "", False
         self._context = context
         self._command = command
         self._start_recorded = not context.is_local_leader
@@ -225,7 +225,9 @@ class EarlierRunNotice:
             )
             where = f"at {_format_place(position)}"
             place = _find_place(result, context)
-            self._text = f"RESUMING AN EARLIER RUN from {place} {where}. {difference}."
+            difference = f" {difference}." if difference else ""
+            self._text = f"RESUMING AN EARLIER RUN from {place} {where}.{difference}"
+            self._is_requested = result.plan.goes_back  # so that only the end of a training is news
 
     def begin_loop(self, finished_reason: str, *, is_stopped: bool) -> None:
         """Log the notice when the loop begins, and that the training was stopped if it was."""
@@ -237,7 +239,7 @@ class EarlierRunNotice:
     def log_once(self, finished_reason: str = "") -> None:
         """Log the notice at the first call. ``finished_reason`` says why nothing is left to train."""
         text, self._text = self._text, ""
-        if text:
+        if text and (finished_reason or not self._is_requested):
             finished = f" NOTHING IS LEFT TO TRAIN: {finished_reason}." if finished_reason else ""
             logger.info(f"{text}{finished} {START_FRESH_HINT}")
 
@@ -264,19 +266,17 @@ def _find_place(result: ResumeResult, context: RankContext) -> str:
 def describe_difference(
     old_command: Sequence[str], new_command: Sequence[str], old_world_size: int | None, new_world_size: int
 ) -> str:
-    """Describe how two starts of a job differ in command (empty: unknown) and number of ranks."""
+    """Describe how two starts of a job differ in command (empty: unknown) and number of ranks, if known."""
     differences = []
     old_command, new_command = node_dir.mask_secrets(old_command), node_dir.mask_secrets(new_command)
-    if not old_command:
-        differences.append("Arguments then: unknown")
-    elif list(old_command) != list(new_command):
+    if old_command and list(old_command) != list(new_command):
         same_script = old_command[0] == new_command[0]
         old, new = (shlex.join(words[same_script:]) or "(none)" for words in (old_command, new_command))
         subject = "Arguments" if same_script else "Command"
         differences.append(f"{subject} then: {_truncate(old)}; now: {_truncate(new)}")
     if old_world_size not in {None, new_world_size}:
         differences.append(f"Ranks then: {old_world_size}; now: {new_world_size}")
-    return ". ".join(differences) or "Same arguments and number of ranks"
+    return ". ".join(differences) or ("Same arguments and number of ranks" if old_command else "")
 
 
 def _truncate(text: str) -> str:

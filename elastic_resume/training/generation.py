@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import sys
 import time
@@ -119,6 +120,7 @@ class Generation:
         self.context, self._arguments = context, arguments
         self.drain_request = worker_exit.DrainRequest()  # before the restore, which may take long
         self.is_replicated = False  # by `Run.replicate`
+        self._has_warned_of_metric = False
         self.unfinished_loop = ""  # the place in a loop that has not come to its end
         stream = self._bind_data()
         # Another generation may follow, or a later cell of a notebook that calls resume again.
@@ -308,6 +310,9 @@ class Generation:
         if self.replay is not None:  # a newer state is saved, and this one may prove wrong
             return self.replay.find_checkpoint() if self.context.is_local_leader else None
         position, is_epoch_over = self.progress.position_to_resume_from()
+        if milestone is not None and milestone.metric is not None and not math.isfinite(milestone.metric):
+            self._warn_of_metric(milestone, position.step)
+            milestone = None
         self.snapshot_scheduler.await_all_ranks(position.step)  # not busy: it is a hang if one never comes
         with self.heartbeat.busy():
             path = self.snapshot_scheduler.commit(
@@ -316,6 +321,16 @@ class Generation:
             if milestone is not None and path is not None:
                 self._add_milestone(path, milestone)
             return path
+
+    def _warn_of_metric(self, milestone: Milestone, step: int) -> None:
+        """Log once in a generation that a checkpoint is no milestone, since its metric is nan or infinite."""
+        if self.rank == 0 and not self._has_warned_of_metric:
+            self._has_warned_of_metric = True
+            logger.warning(
+                f"step {step} is no milestone {milestone.name!r}: its metric is {milestone.metric}. To go "
+                "back to one, stop the job and start the same command with --resume-from "
+                f"{milestone.name}. Later ones are not logged."
+            )
 
     def _add_milestone(self, path: Path, milestone: Milestone) -> None:
         failpoints.hit("milestone.committed")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 from elastic_resume.errors import UsageError
 from elastic_resume.milestone import Milestone, is_name
 
-logger = logging.getLogger(__name__)
 
+def make_milestone(name: object, metric: Any) -> Milestone | None:
+    """Return the milestone of a save; None without a name.
 
-def make_milestone(name: object, metric: Any, step: int) -> Milestone | None:
-    """Return the milestone of a save at ``step``; None without a name.
-
-    A metric that is not finite makes no milestone: a loss of nan must not end a job.
+    Its metric may be nan or infinite: a loss of nan must not end a job.
 
     Raises:
         UsageError: the name or the metric has a wrong form.
@@ -39,7 +36,4 @@ def make_milestone(name: object, metric: Any, step: int) -> Milestone | None:
             f"run.save: metric is {metric!r:.100}: give one number, of which the greatest is the best, such "
             "as metric=-loss.item()."
         ) from error
-    if not math.isfinite(value):
-        logger.warning(f"the checkpoint of step {step} is no milestone {name!r}: its metric is {value}.")
-        return None
     return Milestone(name, value)

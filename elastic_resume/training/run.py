@@ -452,7 +452,7 @@ class Run:
             UsageError: the name or the metric has a wrong form.
 
         """
-        label = make_milestone(milestone, metric, self._generation.progress.position.step)
+        label = make_milestone(milestone, metric)
         self._script_hooks.run()  # the state must include the hooks' changes for this world
         if self._step_counter is not None and self._step_counter.is_broken:
             logger.warning("run.save() within a step, while an exception is being handled: nothing is saved.")

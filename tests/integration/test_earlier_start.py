@@ -153,7 +153,8 @@ def test_crash_before_first_step_keeps_earlier_run_notice(
         (["t.py", "--lr", "1"], ["t.py", "--lr", "1"], (2, 2), "Same arguments and number of ranks"),
         (["t.py"], ["t.py", "a b"], (2, 2), "Arguments then: (none); now: 'a b'"),
         (["t.py", "x"], ["u.py", "x"], (2, 2), "Command then: t.py x; now: u.py x"),
-        ([], ["t.py"], (2, 3), "Arguments then: unknown. Ranks then: 2; now: 3"),
+        ([], ["t.py"], (2, 3), "Ranks then: 2; now: 3"),
+        ([], ["t.py"], (2, 2), ""),
         (["t.py"], ["t.py", "x" * 400], (None, 3), f"Arguments then: (none); now: {'x' * 300}…"),
         (
             ["t.py", "--api-key=a", "x"],

@@ -111,7 +111,7 @@ def test_job_goes_back_once_whatever_repeats_the_request(
     report, output = job.cluster.report_text(), job.cluster.output(0)
     assert "went back to step 5, as --resume-from good requested; 15 newer steps given up" in report
     assert "quarantined" not in report
-    assert "went back, as --resume-from good requests: 15 newer steps given up" in output
+    assert "(done once: the same command goes on from here): 15 newer steps given up; what nodes" in output
     assert "--resume-from good was done before, so it goes on from the newest state" in output
     outputs = [job.cluster.output(index) for index in job.nodes]
     assert [text.count("step 5 is saved as milestone 'good'.") for text in outputs] == [1, *[0] * (NODES - 1)]

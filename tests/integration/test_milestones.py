@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
 from elastic_resume import constants, events, milestone
@@ -192,11 +194,33 @@ def test_metric_that_is_not_finite_makes_no_milestone_and_ends_nothing(
     job: Job, capsys: pytest.CaptureFixture[str], metric: float, shown: str
 ) -> None:
     """Such as the loss in a spike."""
-    job.run_to(2, {1: ("best", metric)})
+    job.run_to(2, {1: ("best", metric), 2: ("best", metric)})
     assert job.milestones == {(1, 2): [], (1, 1): []}
-    assert (
-        f"the checkpoint of step 1 is no milestone 'best': its metric is {shown}" in capsys.readouterr().err
-    )
+    log = capsys.readouterr().err
+    assert f"step 1 is no milestone 'best': its metric is {shown}." in log
+    assert "start the same command with --resume-from best. Later ones are not logged." in log
+    assert log.count("is no milestone") == 1
+
+
+def test_metric_that_is_not_finite_names_the_step_that_the_save_ends(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a loop over `er.epochs` the save ends the step, so it is of this step and not of the one before."""
+    dataset = TensorDataset(torch.zeros(4, 1))
+    loader = DataLoader(dataset, batch_size=2, sampler=er.ElasticSampler(dataset))
+    settings: dict[str, Any] = {"ckpt_dir": job.directory, "run_id": "job", "node_name": "n0"}
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    epochs = er.epochs(1, loader, model=model, optimizer=optimizer, **settings)
+    for _ in epochs:
+        for (inputs,) in loader:
+            model(inputs).sum().backward()
+            optimizer.step()
+            if epochs.run.position.step == 1:
+                path = epochs.run.save(milestone="best", metric=math.nan)
+                assert path is not None
+                assert path.name.endswith("s0000000002")
+    assert "step 2 is no milestone 'best': its metric is nan." in capsys.readouterr().err
 
 
 def test_more_names_than_a_checkpoint_can_have_end_nothing(

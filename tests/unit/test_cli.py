@@ -37,6 +37,8 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["--keep", "1", "train.py"], "a checkpoint that turns out corrupt leaves nothing to resume from"),
         (["--keep", "many", "train.py"], "--keep is 'many'"),
         (["--rdzv-id", "a/b", "train.py"], "--rdzv-id is 'a/b', which cannot be the name of a directory"),
+        (["--archive", "nc63/llm", "train.py"], "no such directory. For a bucket write s3://nc63/llm, or"),
+        (["--archive-every", "30min", "train.py"], "write a number of steps (1000) or a time (30m, 2h)"),
         (["--node-name", "a", "train.py"], "node-name has no flag: set ELASTIC_RESUME_NODE_NAME"),
         (["--save-every", "often", "train.py"], "--save-every is 'often'"),
         (["--resume", "atuo", "train.py"], "Did you mean auto"),

@@ -6,7 +6,8 @@ and the commit protocol. The events are::
 
     archived           step, checkpoint_generation, number (of the entry in the archive's log), bytes, seconds
                        (since this node began), archive (its address)
-    archive-failed     error; once for failures in a row, and for a last checkpoint that is not archived
+    archive-failed     error, error_kind (of `errors.ArchiveError`; not-archived at the end of the job); once
+                       for failures in a row, and for last checkpoints that are not archived
     archive-damaged    step, error; this node does not archive that checkpoint, others may
     archive-recovered  seconds (since the first of those failures)
     archive-refused    error; another job archives under the same run id, so this one does not any more

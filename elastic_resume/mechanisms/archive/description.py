@@ -20,7 +20,7 @@ def parse_every(setting: str, value: object) -> IntervalSetting:
     text = str(value).strip()
     if re.fullmatch(r"\d{1,12}", text) and int(text) > 0:
         return IntervalSetting(steps=int(text))
-    if text[-1:].isalpha() and text != "auto":
+    if re.fullmatch(r"[0-9.eE+-]+(ms|[smhd])", text):
         return IntervalSetting(seconds=parse_duration(setting, text, min_s=MIN_EVERY_S))
     raise ConfigError(f"{setting} is {text[:100]!r}: write a number of steps (1000) or a time (30m, 2h).")
 
@@ -91,7 +91,7 @@ def _describe_recovery(event: Event) -> str:
 
 
 def _describe_refusal(event: Event) -> str:
-    return f"this job archives no more: {event.get('error') or 'no reason recorded'}"
+    return str(event.get("error") or "this job archives no more")
 
 
 def _sample(member: dict[str, Any]) -> tuple[str, float]:
@@ -99,7 +99,13 @@ def _sample(member: dict[str, Any]) -> tuple[str, float]:
 
 
 ALERTS = (
-    AlertKind("archive-failed", _describe_failure, is_bad=True, ended_by="archive-recovered"),
+    AlertKind(
+        "archive-failed",
+        _describe_failure,
+        is_bad=True,
+        ended_by="archive-recovered",
+        same_by=("error_kind",),
+    ),
     AlertKind("archive-damaged", _describe_damage, is_bad=True),
     AlertKind("archive-recovered", _describe_recovery),
     AlertKind("archive-refused", _describe_refusal, is_bad=True),

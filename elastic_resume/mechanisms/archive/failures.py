@@ -56,13 +56,13 @@ class ArchiveFailures:
         """Whether the archive is not to be asked yet."""
         return self.series is not None and time.monotonic() < self.series.retry_at
 
-    def add(self, error: Exception) -> None:
+    def add(self, error: ArchiveError) -> None:
         """Note a failure, and log it unless a line about this series is recent."""
         now, text, before = time.monotonic(), str(error), self.series
         if before is None:
             self._logged_at = now
             logger.warning("%s Training continues, and this node tries again.", text)
-            self._emit("archive-failed", error=text[:1000])
+            self._emit("archive-failed", error=text[:1000], error_kind=error.kind.value)
         elif now - self._logged_at >= LOG_REPEAT_S:
             self._logged_at = now
             logger.warning("uploads to the archive still fail: %s", text)

@@ -38,9 +38,8 @@ REQUEST_LEAD_S = 2.5
 """A report is a second old, and a verdict takes two heartbeats."""
 MIN_LEAD_STEPS = 2
 HOLD_WAIT_S = 30.0
-"""Wait so long for the first node of the view, whose values count in a resume, once another one is ready.
-
-And for a node that holds what is uploaded, when there is none."""
+"""The longest wait for the first node of the view, whose values count in a resume, once another one holds the
+step; and for any node that holds what is uploaded, when none does."""
 REQUEST_WAIT_S = 60.0
 """Wait so long, and twice a commit, for the requested step once it has passed; then take the newest one."""
 STALL_S = 900.0
@@ -483,20 +482,18 @@ def decide_last_upload(end: EndFacts) -> tuple[bool, str]:
     The first node of the last view does, after a signal if there is time. It may not know whether the others
     stop too. If they train on, its entry is one more.
     """
-    is_known = end.newest is None or (end.archived is not None and end.archived >= end.newest)
-    if end.newest is None or is_known or end.is_rejected or end.rank != 0:
+    if end.newest is None or end.is_rejected or end.rank != 0:
+        return False, ""
+    if end.archived is not None and end.archived >= end.newest:
         return False, ""
     if end.left_s is None:
         return True, ""
-    what = f"step {end.newest[1]} is not archived, and is on this node's disk: "
     if not end.bytes_per_s:
-        return False, f"{what}the speed of the archive was not measured, and this node must end."
+        return False, "The speed of the archive was not measured, and this node must end."
     needed_s = LAST_UPLOAD_MARGIN * end.file_bytes / end.bytes_per_s
     if needed_s > end.left_s:
-        return (
-            False,
-            f"{what}its upload would take {needed_s:.0f} s, and --grace leaves {max(0.0, end.left_s):.0f} s.",
-        )
+        left_s = max(0.0, end.left_s)
+        return False, f"Its upload would take {needed_s:.0f} s, and --grace leaves {left_s:.0f} s."
     return True, ""
 
 

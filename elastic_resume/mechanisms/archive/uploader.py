@@ -58,8 +58,9 @@ POLL_S = 0.2
 RETRY_S = 60.0  # after a defect
 MAX_QUERY_S = 5.0
 MAX_KEPT = 2
+"""So many of the newest checkpoints stay open beside what is uploaded."""
 MAX_NAMED = 4
-"""So many of the newest checkpoints, and of the oldest milestones, stay open beside what is uploaded."""
+"""And so many of the oldest milestones that are not archived."""
 RATE_WINDOW_S = 20.0
 
 
@@ -100,7 +101,7 @@ class ArchiveUploader(AgentPart):
         self._every: IntervalSetting = settings["archive_every"]
         self._committer = context.committer
         self._rate = StepRate(self._node_dir, context.local_world_size)
-        self._last = LastUpload(context.emit)
+        self._last = LastUpload(context.emit, self._node_dir)
         self._thread = BackgroundThread("elastic-resume-archive", self._work, retry_s=RETRY_S)
         # Other threads write these, and the thread reads them.
         self._client: RendezvousClient | None = None
@@ -188,8 +189,13 @@ class ArchiveUploader(AgentPart):
         """Have the thread upload the job's last checkpoint if that is up to this node, and end."""
         if self._client is not None:
             is_first = self._world is not None and self._world.rank == 0
-            self._last.wait(is_first=is_first, put_s=self._writer.put_s)
+            self._last.wait(is_first=is_first, find_archived=self._find_archived, put_s=self._writer.put_s)
             self._thread.request_close()
+
+    def _find_archived(self) -> Version | None:
+        """Return the newest checkpoint of which this node knows that it is archived."""
+        known = (self._verdict.archived, self._writer.archived)
+        return max((each.version for each in known if each), default=None)
 
     def _find_newest(self) -> list[Path]:
         with contextlib.suppress(MachineError):
@@ -407,7 +413,7 @@ class ArchiveUploader(AgentPart):
             end = self._describe_end(checkpoint, is_named=path in named)
             is_due, text = decide_last_upload(end)
             if text:
-                logger.warning("%s", text)
+                self._last.note_missing(checkpoint, text)
             if is_due and self._last.upload(checkpoint, writer):
                 self._failures.clear()
             checkpoint.close()
@@ -435,11 +441,10 @@ class ArchiveUploader(AgentPart):
     def _describe_end(self, last: PinnedCheckpoint, *, is_named: bool) -> EndFacts:
         verdict, world, writer = self._verdict, self._world, self._writer
         end = self._client.job_end if self._client else None
-        known = [each.version for each in (verdict.archived, writer.archived) if each]
         may_write = self._has_trained and not (writer.refusal or verdict.refusal)
         return EndFacts(
             newest=last.held.version if may_write else None,
-            archived=None if is_named else max(known, default=None),
+            archived=None if is_named else self._find_archived(),
             is_rejected=end is not None and isinstance(end.reason, JudgedFailure),
             rank=world.rank if world else 1,
             left_s=self._last.find_left_s(),

@@ -15,7 +15,13 @@ from elastic_resume import constants
 from elastic_resume.archive.archive import MAX_EVENTS_BYTES, Archive
 from elastic_resume.archive.entries import Attempt, is_outdated, make_attempt_id
 from elastic_resume.archive.store import MIN_BYTES_PER_S
-from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError, UnreadableError
+from elastic_resume.errors import (
+    ArchiveError,
+    ArchiveErrorKind,
+    CheckpointError,
+    SecondWriterError,
+    UnreadableError,
+)
 from elastic_resume.mechanisms.archive.judge import ArchivedVersion, LogStart
 from elastic_resume.mechanisms.archive.pinned_checkpoint import PinnedCheckpoint
 from elastic_resume.milestone import Version
@@ -122,7 +128,7 @@ class ArchiveWriter:
         try:
             put()
         except ArchiveError as error:
-            if error.kind != "quota" or not self._make_room():
+            if error.kind != ArchiveErrorKind.QUOTA or not self._make_room():
                 raise
             put()
 

@@ -19,7 +19,7 @@ NOTICE_VERSION = 1
 """It grows when a member is removed or changes its meaning."""
 MAX_TOLD_ALERTS = 1000
 _END_KINDS = {"done": "end", "failed": "give-up", "signalled": "stop", "left": "exclusion"}
-_ALERT_KINDS = {alert.kind for alert in ALERTS}
+_ALERT_KINDS = {alert.kind: alert for alert in ALERTS}
 _JOB_ALERT_KINDS = {alert.kind for alert in ALERTS if alert.is_of_job}
 # What a notice has as a member, or only this project reads.
 _COMMON_FIELDS = {"t", "event", "node", "pid", "b", "boot", "generation", "message", "speaks_for_job"}
@@ -35,7 +35,7 @@ class NoticeMaker:
         self._generation: int | None = None
         self._begins_job = False  # its first generation
         self._restarts = 0
-        self._told: set[tuple[str, EventSummary]] = set()  # this generation's alerts
+        self._told: set[tuple[object, ...]] = set()  # this generation's alerts
 
     def make(self, event: Event) -> dict[str, Any] | None:
         """Return the notice that an event is worth, or None."""
@@ -76,9 +76,11 @@ class NoticeMaker:
         summary = None if kind in _JOB_ALERT_KINDS else self._summarize(event)
         if summary is None or not (summary.is_bad or kind in _ALERT_KINDS):
             return None
-        if (kind, summary) in self._told or len(self._told) >= MAX_TOLD_ALERTS:
+        same_by = _ALERT_KINDS[kind].same_by if kind in _ALERT_KINDS else ()
+        problem = (kind, *(str(event.get(name)) for name in same_by)) if same_by else (kind, summary)
+        if problem in self._told or len(self._told) >= MAX_TOLD_ALERTS:
             return None
-        self._told.add((kind, summary))
+        self._told.add(problem)
         return self._notice("alert", summary, event)
 
     def _notice(self, kind: str, summary: EventSummary, event: Event) -> dict[str, Any]:

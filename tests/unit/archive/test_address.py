@@ -105,6 +105,16 @@ def test_one_slash_after_a_scheme_is_no_directory(tmp_path: Path, monkeypatch: p
     assert parse_source("s3:/bucket") == Path("s3:/bucket")
 
 
+def test_bucket_without_a_scheme_is_no_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative directory that exists is one, and so is what begins with a dot."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no such directory\. For a bucket write s3://nc63/llm, or gs://"):
+        address.parse_archive_setting("--archive", "nc63/llm")
+    assert address.parse_archive_setting("--archive", "./nc63/llm") == str(tmp_path / "nc63" / "llm")
+    Path("nc63/llm").mkdir(parents=True)
+    assert address.parse_archive_setting("--archive", "nc63/llm") == str(tmp_path / "nc63" / "llm")
+
+
 @pytest.mark.parametrize("directory", ["/home/user@domain/a", "/tmp/a#b", "/tmp/a?b"])  # noqa: S108
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_directory_may_have_signs_of_urls(scheme: str, directory: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.archive import entries
-from elastic_resume.archive.entries import Attempt, EntryHeader
+from elastic_resume.archive.entries import EntryHeader
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
 from elastic_resume.milestone import Milestone, WayBack
 from tests.support.archives import PART_BYTES, make_whole_manifest
@@ -114,33 +114,6 @@ def test_entry_of_another_run_is_refused() -> None:
     """It was copied by hand."""
     with pytest.raises(ForeignError, match="belongs to the run"):
         entries.parse_entry(7, memoryview(ENTRY), "other")
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.text("0123456789abcdef", min_size=8, max_size=32))
-def test_attempt_survives_json(generation: int, step: int, nonce: str) -> None:
-    """A leader hands it to the nodes."""
-    version = generation, step
-    attempt = Attempt(3, entries.make_attempt_id(version, nonce), version)
-    assert Attempt.from_json(json.loads(json.dumps(attempt.to_json()))) == attempt
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        None,
-        {},
-        {"number": 0, "id": ATTEMPT, "version": [1, 5]},
-        {"number": True, "id": ATTEMPT, "version": [1, 5]},
-        {"number": 1, "id": "../x", "version": [1, 5]},
-        {"number": 1, "id": ATTEMPT, "version": [1, 6]},
-        {"number": 1, "id": ATTEMPT, "version": 5},
-        {"number": 1, "id": ATTEMPT, "version": [1, 5], "x": 1},
-    ],
-)
-def test_other_record_is_no_attempt(record: object) -> None:
-    """It comes from another node."""
-    with pytest.raises(ValueError, match="not an attempt"):
-        Attempt.from_json(record)
 
 
 @given(st.integers(0, 1 << 53), st.sampled_from([1, 3, 2048, 16 << 20, 100 << 20]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,13 +105,13 @@ def test_missing_state_is_an_error_that_lists_what_there_is(request_text: str) -
     with pytest.raises(NoValidCheckpointError) as caught:
         going_back.plan_with_request(nodes, "auto")
     text = str(caught.value)
-    assert "There is g000004-s0000000600 (eval), g000004-s0000000480 (best), g000004-s0000002000, " in text
+    assert "Looked on a, b. Milestones: best (g4-s480), eval (g4-s600). Others: g4-s2000, " in text
     assert ("Not usable: b/g000003-s0000000700: torn." in text) == (request_text != "g9-s500")
 
 
 def test_request_without_any_state_is_no_fresh_start() -> None:
     """A wrong --rdzv-id must not start over."""
-    with pytest.raises(NoValidCheckpointError, match="There is none"):
+    with pytest.raises(NoValidCheckpointError, match=r"Nothing is saved on a: is .* Start the node"):
         going_back.plan_with_request([node("a", request="best")], "auto")
 
 
@@ -267,13 +265,34 @@ def test_wrong_request_is_refused(text: str) -> None:
         going_back.parse_setting("--resume-from", text)
 
 
-def test_missing_state_lists_which_ones_are_in_the_archive() -> None:
-    """Only there is where a node has none of it."""
-    both = SavedState("a", 1, 5, 0)
-    states = (both, replace(both, tier=ARCHIVE), SavedState("b", 1, 3, 0, ARCHIVE))
+@pytest.mark.parametrize(
+    ("request_name", "states", "text"),
+    [
+        (
+            "bset",
+            (state(1, 5), state(1, 5, tier=ARCHIVE), state(1, 3, ("best", None), tier=ARCHIVE)),
+            "Did you mean best? Looked on a and in s3://b/llm. Milestones: best (g1-s3). Others: g1-s5. Name",
+        ),
+        (
+            "nope",
+            (state(2, 7, ("eval", None)), state(1, 5, ("eval", None)), state(1, 3, ("best", None))),
+            "Looked on a and in s3://b/llm. Milestones: best (g1-s3), eval (g2-s7, g1-s5). Name",
+        ),
+        (
+            "9",
+            (),
+            "Nothing is saved on a and in s3://b/llm: is --rdzv-id, --ckpt-dir or --archive another one?",
+        ),
+    ],
+)
+def test_missing_state_is_told_what_there_is_and_where(
+    request_name: str, states: tuple[SavedState, ...], text: str
+) -> None:
+    """Each once, though a node and the archive have it."""
+    inventory = Inventory("a", 0, states, resume_from=request_name, archive="s3://b/llm")
     with pytest.raises(NoValidCheckpointError) as caught:
-        going_back.plan_with_request([Inventory("a", 0, states, resume_from="nope")], "auto")
-    assert "There is g000001-s0000000005, g000001-s0000000003 in the archive." in str(caught.value)
+        going_back.plan_with_request([inventory], "auto")
+    assert f"no node of this start has such a saved state. {text}" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "off"])

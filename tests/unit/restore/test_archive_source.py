@@ -176,7 +176,7 @@ def test_start_without_a_state_waits_while_the_archive_is_away(
     assert [state.version for state in own.saved_states] == [(3, 2)]
     assert own.rejected == ()
     (waits,) = [record.getMessage() for record in caplog.records if "archive" in record.getMessage()]
-    assert "the start waits for it, 10 min at most: " in waits
+    assert "waiting for the archive, 10 min at most, because a newer state may be there: file:///" in waits
     assert "check that the file system is mounted" in waits
 
 

@@ -302,7 +302,7 @@ def test_start_waits_for_an_archived_state_that_cannot_be_read_now(
     caplog.set_level("INFO", "elastic_resume")
     for result in run_case(Case("ab", states, env, lambda *_: None), tmp_path):
         assert (result["source_tier"], result["step"], result["rejected"]) == ("archive", 9, [])
-    assert "the start waits for it, 10 min at most: g000001-s0000000009 (in the archive): 503" in caplog.text
+    assert "a newer state may be there: g000001-s0000000009 (in the archive): 503" in caplog.text
     assert "the archive can be read again." in caplog.text
     failures = iter([True] * 3)
     monkeypatch.setattr(coordinator, "ARCHIVE_PATIENCE_S", 0.0)

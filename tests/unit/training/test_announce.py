@@ -55,8 +55,12 @@ def test_start_names_the_node_that_has_saved_the_state() -> None:
 @pytest.mark.parametrize(
     ("generation", "step", "lost"),
     [
-        (0, 0, "steps after 450 are lost if they were trained, which no node knows"),  # new nodes
-        (1, 479, "steps after 450 are lost if they were trained, which no node knows"),  # absent since then
+        (0, 0, "the nodes that trained are gone: steps after 450, if there were any, are lost"),  # new nodes
+        (
+            1,
+            479,
+            "the nodes that trained are gone: steps after 450, if there were any, are lost",
+        ),  # absent since then
         (2, 479, "29 steps to recompute"),
         (2, 450, "no step lost"),
     ],
@@ -74,21 +78,36 @@ def test_start_from_the_archive_says_what_is_known_of_lost_steps(
     assert f"archived checkpoint of generation 2; {lost}; 1 rank" in line
 
 
-@pytest.mark.parametrize(("tier", "place"), [(ARCHIVE, "s3://bucket/llm/job"), ("disk", "/c/job")])
-def test_notice_of_an_earlier_run_names_where_its_state_is(tier: str, place: str, caplog: Any) -> None:
-    """The directory of a new node is empty."""
+def make_notice(tier: str = "disk", *, goes_back: bool = False) -> announce.EarlierRunNotice:
+    """Return the notice of a start whose earlier command is not known."""
     state = SavedState("n1", 2, 450, 0, tier)
-    plan = ResumePlan("resumed", generation=3, step=450, source_node="x", holders=(("x", state),))
+    plan = ResumePlan(
+        "resumed", generation=3, step=450, source_node="x", holders=(("x", state),), goes_back=goes_back
+    )
     result = cast("Any", SimpleNamespace(plan=plan, earlier_command=()))
     settings = SimpleNamespace(archive="s3://bucket/llm", run_id="job")
     ranks = SimpleNamespace(rank=0, size=1)
     context = SimpleNamespace(
         settings=settings, run_dir=Path("/c/job"), collectives=ranks, is_local_leader=True
     )
-    notice = announce.EarlierRunNotice(result, cast("Any", context), Position(0, 450, 450, 0), ["train.py"])
+    return announce.EarlierRunNotice(result, cast("Any", context), Position(0, 450, 450, 0), ["train.py"])
+
+
+@pytest.mark.parametrize(("tier", "place"), [(ARCHIVE, "s3://bucket/llm/job"), ("disk", "/c/job")])
+def test_notice_of_an_earlier_run_names_where_its_state_is(tier: str, place: str, caplog: Any) -> None:
+    """The directory of a new node is empty. What is not known of that run is left out."""
     with caplog.at_level("INFO", "elastic_resume"):
-        notice.log_once()
-    assert f"RESUMING AN EARLIER RUN from {place} at step 450. " in caplog.text
+        make_notice(tier).log_once()
+    assert f"RESUMING AN EARLIER RUN from {place} at step 450. To start from scratch: " in caplog.text
+
+
+def test_way_back_needs_no_notice_of_an_earlier_run(caplog: Any) -> None:
+    """It was requested; that nothing is left to train is news all the same."""
+    with caplog.at_level("INFO", "elastic_resume"):
+        make_notice(goes_back=True).log_once()
+        assert not caplog.messages
+        make_notice(goes_back=True).log_once("all 5 epochs are done")
+    assert "at step 450. NOTHING IS LEFT TO TRAIN: all 5 epochs are done. " in caplog.text
 
 
 @pytest.mark.parametrize(

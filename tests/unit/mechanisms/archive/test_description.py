@@ -37,6 +37,8 @@ ARCHIVED = ArchiveStatus("s3://bucket/job", 40, 90.0, 60, 2, 5)
         ("", None),
         ("-5", None),
         ("1.5", None),
+        ("30min", None),
+        ("30 min", None),
     ],
 )
 def test_interval_is_a_time_or_a_number_of_steps(text: str, expected: IntervalSetting | None) -> None:
@@ -44,7 +46,8 @@ def test_interval_is_a_time_or_a_number_of_steps(text: str, expected: IntervalSe
     if expected is not None:
         assert parse_every("--archive-every", text) == expected
         return
-    with pytest.raises(ConfigError, match="--archive-every is "):
+    sentence = r"--archive-every is .*: write (a number of steps \(1000\) or a time \(30m, 2h\)|a time of 1s)"
+    with pytest.raises(ConfigError, match=sentence):
         parse_every("--archive-every", text)
 
 
@@ -83,6 +86,18 @@ def test_problem_is_shown_beside_what_is_archived() -> None:
     refused = ArchiveStatus("s3://b/j", 20, 9000.0, problem="another job.")
     assert describe_status(refused) == "archive s3://b/j: step 20 archived 2.5 h ago; another job"
     assert "nothing archived yet" in describe_status(ArchiveStatus("s3://bucket/job"))
+
+
+def test_report_says_what_is_archived_when_all_goes_well() -> None:
+    """A milestone that is put late is not the newest."""
+    job = Job().begun()
+    fields = {"number": 1, "bytes": 1000, "seconds": 2.0, "archive": "s3://bucket/llm/job"}
+    job.add(111, "archived", "n1", step=40, checkpoint_generation=1, **fields)
+    job.add(112, "archived", "n1", step=30, checkpoint_generation=1, **fields)
+    job.add(124, "step", "n1", rank=0, step=50)
+    text = summary.format_text(summary.build_run_report(job.events))
+    line = "archive s3://bucket/llm/job: 2 checkpoints put, newest: step 40, 13 s before the end"
+    assert line in text.splitlines()
 
 
 def test_failure_is_a_hint_until_uploads_work_again() -> None:

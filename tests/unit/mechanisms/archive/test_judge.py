@@ -350,10 +350,10 @@ STOPPED = replace(OVER, left_s=20.0, bytes_per_s=100.0)
         (replace(OVER, is_rejected=True), False, ""),
         (STOPPED, True, ""),
         (replace(STOPPED, rank=1), False, ""),
-        (replace(STOPPED, left_s=14.0), False, "its upload would take 15 s, and --grace leaves 14 s"),
+        (replace(STOPPED, left_s=14.0), False, "Its upload would take 15 s, and --grace leaves 14 s"),
         (replace(STOPPED, left_s=-1.0), False, "--grace leaves 0 s"),
-        (replace(STOPPED, bytes_per_s=0.0), False, "the speed of the archive was not measured"),
-        (replace(OVER, left_s=5.0, bytes_per_s=1.0), False, "its upload would take 1500 s"),
+        (replace(STOPPED, bytes_per_s=0.0), False, "The speed of the archive was not measured"),
+        (replace(OVER, left_s=5.0, bytes_per_s=1.0), False, "Its upload would take 1500 s"),
     ],
 )
 def test_last_checkpoint_is_archived_by_one_node(end: EndFacts, uploads: bool, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,16 +13,20 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.archive.archive import Archive
+from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.errors import ArchiveError, ArchiveErrorKind
 from elastic_resume.mechanisms.archive import last_upload, pinned_checkpoint
 from elastic_resume.mechanisms.archive import writer as writers
+from elastic_resume.mechanisms.archive.judge import ArchivedVersion
 from elastic_resume.mechanisms.archive.last_upload import LastUpload
+from elastic_resume.milestone import Milestone
 from elastic_resume.policy.reasons import JobFinished
 from tests.support.agents import wait_for
-from tests.support.checkpoint_samples import SMALL_BLOCK
+from tests.support.checkpoint_samples import RUN, SMALL_BLOCK
 from tests.unit.mechanisms.archive.test_uploader import Job, Node
 
 STEP = 50
+AGAIN = "start the same command again to archive"
 
 
 def make_node(path: Path) -> Node:
@@ -81,7 +86,7 @@ def test_request_under_way_does_not_outlive_the_grace(
     assert not closing.is_alive()
     assert node.part._thread._thread.is_alive()
     assert node.part._thread._thread.daemon
-    assert f"step {STEP} is not archived, and is on this node's disk: it took too long" in caplog.messages[-1]
+    assert f"not archived: step {STEP}. Its upload took too long" in caplog.messages[-1]
     assert [event["event"] for event in node.events] == ["archive-failed"]
 
 
@@ -109,7 +114,7 @@ def test_finished_job_does_not_wait_for_a_store_that_hangs(
     assert hang.wait(30)
     closing.join(30)
     assert not closing.is_alive()
-    assert f"step {STEP} is not archived, and is on this node's disk: it took too long" in caplog.messages[-1]
+    assert f"not archived: step {STEP}. Its upload took too long" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -164,7 +169,7 @@ def test_signal_ends_the_pause_before_the_next_try(
     node.part.begin_stop()
     closing.join(30)
     assert not closing.is_alive()
-    assert f"step {STEP} is not archived" in caplog.messages[-1]
+    assert f"not archived: step {STEP}." in caplog.messages[-1]
     assert not any("Training continues" in message for message in caplog.messages)
 
 
@@ -182,10 +187,30 @@ def test_what_waiting_does_not_mend_is_tried_twice(
     node = make_node(tmp_path)
     node.close()
     assert tries.count("try") == count
+    refused = "s3://b: cannot list: access denied."
     assert caplog.messages == [
-        "s3://b: cannot list: access denied. This node tries again for a time before it ends.",
-        f"step {STEP} is not archived, and is on this node's disk: s3://b: cannot list: access denied.",
+        f"{refused} This node tries again for a time before it ends.",
+        f"not archived: step {STEP}. {refused} It is in {node.directory}: {AGAIN} it.",
     ]
+
+
+def test_checkpoints_that_are_not_archived_are_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tries: list[str]
+) -> None:
+    """What the archive refused for the first is not tried for the second; waiting does not mend it."""
+    monkeypatch.setattr(last_upload, "find_pause_s", lambda *_: 0.0)
+    node = make_node(tmp_path)
+    Catalog(node.directory, RUN).add_milestone(node.directory / f"g000001-s{STEP:010d}", Milestone("best"))
+    node.commit(STEP + 10)
+    node.part._verdict = replace(node.part._verdict, archived=ArchivedVersion(1, STEP - 10))
+    node.close()
+    assert tries.count("try") == 2
+    (line,) = [message for message in caplog.messages if "not archived" in message]
+    assert line.startswith(
+        f"not archived: steps {STEP} (best) and {STEP + 10}; the newest archived is step {STEP - 10}. s3:"
+    )
+    assert line.endswith(f" They are in {node.directory}: {AGAIN} them.")
+    assert [event["error_kind"] for event in node.events] == ["not-archived"]
 
 
 def test_result_of_last_upload_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.errors import ArchiveError, ArchiveErrorKind, UnreadableError
 from elastic_resume.mechanisms.archive import UPLOADS, failures, pinned_checkpoint
+from elastic_resume.mechanisms.archive.description import ALERTS
 from elastic_resume.mechanisms.archive.judge import HOLD_WAIT_S, ArchiveJudge, Upload
 from elastic_resume.mechanisms.archive.uploader import ArchiveUploader
 from elastic_resume.milestone import Milestone
@@ -516,7 +517,7 @@ def test_one_of_two_jobs_that_alternate_is_refused(tmp_path: Path) -> None:
     assert read_versions(first.archive)[0] == (1, 24), "and --archive-keep 1 has deleted the one before"
     refusals = [job.nodes[0].part._verdict.refusal for job in (first, second)]
     assert not refusals[0]
-    assert "entry 2 was written by the attempt g000001-s0000000024" in refusals[1]
+    assert "under this run id too (entry 2, g1-s24)" in refusals[1]
 
 
 def test_object_in_place_of_the_entry_ends_the_attempt_only(tmp_path: Path) -> None:
@@ -594,7 +595,12 @@ def test_second_writer_ends_archiving_unless_it_is_older(tmp_path: Path, generat
     archive_step(job.archive, 99, generation=generation)
     job.work()
     if generation:
-        assert [event["event"] for event in node.events] == ["archive-refused"]
+        (event,) = node.events
+        alert = next(alert for alert in ALERTS if alert.kind == event["event"] == "archive-refused")
+        assert "node node-a of another job archives under this run id too (entry 1, g1-s99)." in str(
+            event["error"]
+        )
+        assert alert.describe(event).count("archives no more") == 1
         assert job.nodes[0].part._verdict.refusal
         assert read_versions(job.archive) == [(1, 99)]
         return

@@ -153,6 +153,26 @@ def test_alert_is_made_once_in_generation() -> None:
     assert notices[0]["text"] == "the checkpoint could not be written: no space"
 
 
+def test_failures_of_an_archive_that_differ_by_step_and_id_are_one_alert() -> None:
+    """A full disk fails each try, of another attempt; a refusal of another kind is another problem."""
+    text = "file:///mnt: cannot write parts/g000001-s{0}-{0}/00000: No space left on device; free space."
+    failed = {"event": "archive-failed", "generation": 1}
+    notices = make_notices(
+        {**failed, "error": text.format(200), "error_kind": "quota"},
+        {"event": "archive-recovered", "seconds": 4.0},
+        {**failed, "error": text.format(400), "error_kind": "quota"},
+        {**failed, "error": "access denied", "error_kind": "forbidden"},
+        {"event": "generation-start", "generation": 2},
+        {**failed, "error": text.format(600), "error_kind": "quota", "generation": 2},
+    )
+    assert [(notice["event"], notice["facts"].get("error_kind")) for notice in notices] == [
+        ("archive-failed", "quota"),
+        ("archive-recovered", None),
+        ("archive-failed", "forbidden"),
+        ("archive-failed", "quota"),
+    ]
+
+
 def test_secrets_of_texts_are_masked() -> None:
     """A failure may quote the script's arguments."""
     value = {"facts": ["train.py --api-key hunter2 --lr 0.1 token=hunter2 KeyError: 'x'", 5, None]}
