@@ -253,7 +253,8 @@ def test_damaged_names_keep_their_checkpoint(job: Job, record: str) -> None:
     (job.node_dir / "g000001-s0000000001" / constants.MILESTONES_FILE).write_text(record)
     job.run_to(5, {5: ()})
     assert job.milestones[1, 1] == [("?", None)]
-    with pytest.raises(NoValidCheckpointError, match=r"--resume-from best: no node .* \(\?\)"):
+    expected = r"--resume-from best: no node .* Milestones: \? \(g1-s1\)"
+    with pytest.raises(NoValidCheckpointError, match=expected):
         job.run_to(6, resume_from="best")
 
 

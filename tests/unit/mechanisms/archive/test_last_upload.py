@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -202,7 +201,7 @@ def test_checkpoints_that_are_not_archived_are_named_in_one_line(
     node = make_node(tmp_path)
     Catalog(node.directory, RUN).add_milestone(node.directory / f"g000001-s{STEP:010d}", Milestone("best"))
     node.commit(STEP + 10)
-    node.part._verdict = replace(node.part._verdict, archived=ArchivedVersion(1, STEP - 10))
+    node.part._writer.archived = ArchivedVersion(1, STEP - 10)
     node.close()
     assert tries.count("try") == 2
     (line,) = [message for message in caplog.messages if "not archived" in message]
