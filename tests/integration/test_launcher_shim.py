@@ -355,7 +355,8 @@ def test_what_stays_longer_is_stopped_and_named(
     assert re.search(r"rank \d: what it left did not end within 0.3 s, and is stopped", lines)
     left.unlink()
     with changed_shim("pass", environ | {constants.ENV_GRACE: "600"}, "/bin/sh", "-c", command) as process:
-        wait_for_pid(left)
+        # What it leaves writes its file before the worker has ended, and the signal would end the worker.
+        wait_for(lambda: "has ended well and left" in capfd.readouterr().err, "the grace to begin")
         process.terminate()
         assert process.wait(30) == 0
     left.unlink()
