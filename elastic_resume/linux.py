@@ -65,11 +65,15 @@ def pidfd_send_signal(descriptor: int, number: int) -> None:
     _call(_PIDFD_SEND_SIGNAL, ctypes.c_int(descriptor), ctypes.c_int(number), None, ctypes.c_uint(0))
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread ends that made it. Call it between fork and exec."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)  # it ended before the kernel watched it
+def die_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread ends that made it.
+
+    Call it between fork and exec, or first of all. Given its ``parent``, a process whose parent has ended
+    before the kernel watched it exits with code 1.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def _call(number: int, *arguments: Any) -> int:

@@ -5,9 +5,11 @@ A checkpoint may have several milestones. `checkpoint.catalog` stores them besid
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 LATEST = "latest"
 OFF = "off"  # no request
@@ -19,6 +21,7 @@ _STEP = re.compile(r"[0-9]{1,15}")
 _VERSION = re.compile(r"g([0-9]{1,16})-s([0-9]{1,16})")
 
 Version = tuple[int, int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,23 @@ def format_short_version(version: Version) -> str:
 def format_version(version: Version) -> str:
     """Return the name of a checkpoint's directory."""
     return f"g{version[0]:06d}-s{version[1]:010d}"
+
+
+def choose_requested(request: str, candidates: Iterable[tuple[T, Version, Iterable[Milestone]]]) -> T | None:
+    """Return what a request means among ``candidates``, oldest first, each with the milestones that count.
+
+    It is the newest of a step or name; of the milestones of a name the best, if it has a metric.
+    """
+    chosen, best = None, -math.inf
+    step, wanted = parse_step(request), parse_version(request)
+    for candidate, version, labels in candidates:
+        if step == version[1] or wanted == version:
+            chosen = candidate
+        for label in labels:
+            metric = -math.inf if label.metric is None or request == LATEST else label.metric
+            if request in {LATEST, label.name} and metric >= best:
+                chosen, best = candidate, metric
+    return chosen
 
 
 def choose_kept(labels: Iterable[tuple[Version, Milestone]]) -> set[tuple[Version, Milestone]]:

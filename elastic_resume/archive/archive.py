@@ -638,12 +638,14 @@ class Archive:
 
     def _read_header(self, number: int) -> EntryHeader | None:
         """Return the first line of an entry; None if it does not exist."""
-        if number not in self._headers:
+        header = self._headers.get(number)  # another thread may empty it
+        if header is None:
             data = self._store.get_range(self._entry_name(number), 0, entries.MAX_LINE_BYTES)
             if data is None:
                 return None
-            self._headers[number], _ = entries.parse_header(data)
-        return self._headers[number]
+            header, _ = entries.parse_header(data)
+            self._headers[number] = header
+        return header
 
     def _delete_attempt(self, attempt_id: str) -> None:
         prefix = f"{self.run_id}/parts/{attempt_id}"

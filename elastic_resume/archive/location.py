@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from elastic_resume.checkpoint.catalog import MAX_ENTRIES
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.errors import ArchiveError, ArchiveErrorKind, NoValidCheckpointError, UsageError
-from elastic_resume.milestone import LATEST, Milestone
+from elastic_resume.milestone import Milestone
 
 _MAX_RUNS = 1000
 _MAX_NAMED = 8  # in one error
@@ -158,19 +157,14 @@ def _find_checkpoint(run: FoundArchive, request: str) -> FoundArchive:
     if version is not None and archive.find_numbers(lambda header: header.version == version):
         return FoundArchive(place / checkpoint_name(*version), "checkpoint", (archive,), version)
     stored = run.list_checkpoints()
-    step = milestone.parse_step(request)
-    found = [
-        (-math.inf if label is None or label.metric is None or request == LATEST else label.metric, version)
-        for each in stored
-        if (version := each.entry.version) is not None and each.left_by is None
-        for label in (each.milestones if step is None else (None,))
-        if (step == version[1] if label is None else request in {LATEST, label.name})
-    ]
-    if not found:
+    counting = ((each.entry.version, each.milestones) for each in reversed(stored) if each.left_by is None)
+    version = milestone.choose_requested(
+        request, ((version, version, labels) for version, labels in counting if version is not None)
+    )
+    if version is None:
         raise NoValidCheckpointError(
             f"{place}: no checkpoint {request!r} in this run. There is: {_list_names(stored)}."
         )
-    version = max(found)[1]
     return FoundArchive(place / checkpoint_name(*version), "checkpoint", (archive,), version)
 
 

@@ -6,15 +6,14 @@ drains when the process CALLER ends, however that ends.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import cli, constants, events
-from elastic_resume.agent.workers import run_main, supervisor
+from elastic_resume import cli, constants, events, linux
+from elastic_resume.agent.workers import run_main
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.launching import call_memory
 from elastic_resume.launching.call_memory import LaunchEnd
@@ -24,9 +23,7 @@ def main() -> None:
     """Run the agent and end this process. A worker that was forked here leaves by SystemExit."""
     caller, *words = sys.argv[1:]
     # The end of the caller's thread counts, and that thread waits in `launch`.
-    ctypes.CDLL(None).prctl(supervisor.PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != int(caller):
-        os._exit(constants.EXIT_JOB_ERROR)  # it ended before the kernel watched it
+    linux.die_with_parent(int(caller), signal.SIGTERM)
     results = Path(f"/proc/self/fd/{os.environ[constants.ENV_LAUNCH].partition(',')[2]}")
     try:
         exit_code = cli.run(words, owns_process=True)

@@ -13,7 +13,6 @@ earlier one true. A way back to an abandoned state goes on with that state's way
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -153,17 +152,13 @@ def _find_request(inventories: Sequence[Inventory]) -> str:
 
 def _find_state(states: Sequence[SavedState], request: str) -> SavedState | None:
     """Return the newest requested state; of the milestones of a name the best, if it has a metric."""
-    step, version = milestone.parse_step(request), milestone.parse_version(request)
-    if step is not None or version is not None:
-        named = [state for state in states if step == state.step or version == state.version]
-        return max(named, key=lambda state: state.moment, default=None)
-    found = [
-        (-math.inf if label.metric is None or request == LATEST else label.metric, state)
-        for state, label in _list_milestones(states)
-        if request in {LATEST, label.name}
-    ]
-    best = max(found, key=lambda one: (one[0], one[1].moment), default=None)
-    return best[1] if best is not None else None
+    counting: dict[SavedState, list[Milestone]] = {}
+    for state, label in _list_milestones(states):
+        counting.setdefault(state, []).append(label)
+    ordered = sorted(states, key=lambda state: state.moment)
+    return milestone.choose_requested(
+        request, ((state, state.version, counting.get(state, [])) for state in ordered)
+    )
 
 
 def _list_milestones(states: Sequence[SavedState]) -> list[tuple[SavedState, Milestone]]:

@@ -346,7 +346,7 @@ def _list_rejected(rejected: Sequence[RejectedState]) -> str:
 def find_unlike_archives(inventories: Sequence[Inventory]) -> str:
     """Return a sentence about nodes with different archives; empty if all have the same or none.
 
-    Rank 0's node alone reads the archive, so a start could pass over what the archive of another node has.
+    Rank 0's node alone lists the archive, so a start could pass over what the archive of another node has.
     """
     archives = {each.node: each.archive or "off" for each in inventories}
     if len(set(archives.values())) < 2:

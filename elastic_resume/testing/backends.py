@@ -25,6 +25,7 @@ from typing import IO, Literal
 
 import psutil
 
+from elastic_resume import linux
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork
@@ -185,7 +186,7 @@ class LoopbackBackend:
                 stderr=subprocess.STDOUT,
                 env=env,
                 start_new_session=True,
-                preexec_fn=fork_server.die_with_parent,  # noqa: PLW1509  one system call, before any thread matters
+                preexec_fn=linux.die_with_parent,  # noqa: PLW1509  one system call, before any thread matters
             )
         )
         return self._agents[index]

@@ -21,7 +21,6 @@ import importlib
 import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +36,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 
 import psutil
 
-from elastic_resume import constants, failpoints
+from elastic_resume import constants, failpoints, linux
 from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main, worker_request
 from elastic_resume.agent.workers.forkserver_manager import ForkedProcess, has_ended
 from elastic_resume.errors import MachineError
@@ -46,7 +45,6 @@ from elastic_resume.local_socket import receive_message, send_message
 CLONE_NEWNET = 0x40000000
 MAX_MESSAGE_BYTES = 16 << 20
 KILL_TIMEOUT_S = 30.0  # a process may sleep in the kernel for longer
-PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 _starter_lock = threading.Lock()
@@ -102,11 +100,6 @@ def _reset_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends. Call it between fork and exec."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def kill(process: psutil.Process) -> None:
@@ -307,7 +300,7 @@ def main(set_up: Callable[..., Callable[[], None]] | None = None) -> None:
 
 def _die_with_parent(parent: int) -> bool:
     """Ask the kernel to kill this process with its parent; return whether the parent still lives."""
-    die_with_parent()
+    linux.die_with_parent()
     return os.getppid() == parent
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.testing import fork_server
+from elastic_resume import linux
 from tests.support.fake_sklearn import write_fake_sklearn
 from tests.support.paths import ROOT
 
@@ -108,7 +108,7 @@ def _descriptors(pid: int) -> list[Path]:
 
 def _as_at_a_terminal() -> None:
     """End with the parent, and accept SIGINT, which background processes of a shell ignore."""
-    fork_server.die_with_parent()
+    linux.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -123,12 +123,13 @@ def test_interrupt_during_request_ends_fork_server(
 
 LAST = """
 import atexit, os, subprocess, threading
+from elastic_resume import linux
 from elastic_resume.testing import fork_server as ending
 
 def start():
     command = ["sleep", "60"]
     return ending.start_with_lasting_parent(
-        lambda: subprocess.Popen(command, preexec_fn=ending.die_with_parent)
+        lambda: subprocess.Popen(command, preexec_fn=linux.die_with_parent)
     )
 
 first = start()

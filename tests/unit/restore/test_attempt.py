@@ -249,8 +249,9 @@ def test_ranks_restore_or_refuse(name: str, tmp_path: Path, monkeypatch: pytest.
     case.check(run_case(case, tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("nodes", ["a", "aa", "aabc"])
-@pytest.mark.parametrize("broken", ["", "b", "c"])
+@pytest.mark.parametrize(
+    ("nodes", "broken"), [("a", ""), ("aa", ""), ("aabc", ""), ("aabc", "b"), ("aabc", "c")]
+)
 def test_nodes_read_an_archived_state_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, broken: str
 ) -> None:
