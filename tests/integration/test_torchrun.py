@@ -96,7 +96,9 @@ SHAPES = {
     ),
     "killed worker": Shape(f"--nnodes=1 {TWO} train.py --die"),
     "run path": Shape("--run-path --logs_specs=default train.py", ranks=1),
-    "two agents": Shape(f"{ELASTIC} --rdzv_conf=timeout=5,is_host=1 train.py", ranks=4, agents=2),
+    "two agents": Shape(
+        f"{ELASTIC} --rdzv_conf=timeout=5,is_host=1,last_call_timeout=60 train.py", ranks=4, agents=2
+    ),
     "tcp": Shape(f"--nnodes=1 {TWO} {MASTER} init.py tcp://localhost:{PORT}"),
     "env": Shape(f"--nnodes=1 {TWO} {MASTER} init.py env://"),
     "logs": Shape(
