@@ -225,6 +225,8 @@ class Leader(Role):
             is_restarted = former.incarnation.disk_id == sender.disk_id
             self._remove_peer(former, Loss.RESTARTED if is_restarted else Loss.REPLACED)
         peer = self._add_peer(link, hello)
+        if hello.failure_report:
+            state.record_failure_report(sender, hello.failure_report)
         if known_generation < state.view.generation:
             self._send(peer, messages.Decided(state.view))
         if self.request:

@@ -128,6 +128,8 @@ class Hello:
     is_strict: bool = False
     is_twin: bool = False
     """See `interface.PersistentState`."""
+    failure_report: FailureReport | None = None
+    """It precedes the status: a leader that leaves for its failure has reported it to itself alone."""
 
 
 @dataclass(frozen=True, slots=True)

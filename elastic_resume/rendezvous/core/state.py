@@ -225,6 +225,7 @@ class NodeState:
             settings.candidates,
             settings.is_strict,
             self.acceptor.known.is_twin,
+            self.failure_report,
         )
 
     # Workers.

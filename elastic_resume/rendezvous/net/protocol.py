@@ -46,7 +46,7 @@ from elastic_resume.rendezvous.core.messages import Header, Message
 from elastic_resume.rendezvous.net.codec import ProtocolError as ProtocolError  # noqa: PLC0414 - re-exported
 from elastic_resume.rendezvous.net.codec import decode_int, dump_json, from_json_value, to_json_value
 
-VERSION = 13
+VERSION = 14
 DIGEST_HEX_CHARS = 32
 MAX_GREETING_BYTES = 4096  # limit of a line from an unauthenticated peer
 MAX_LINE_BYTES = 8 * 1024 * 1024  # enough for the quorum state of views with 10,000 members
