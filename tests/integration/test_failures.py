@@ -281,7 +281,8 @@ def test_drain_is_no_failure_and_crash_prints_stacks(make: Make) -> None:
     cluster.kill_agent(2, signal.SIGSEGV)
     assert cluster.wait_exit(60, only=[2]) == [-signal.SIGSEGV]
     assert "Fatal Python error: Segmentation fault" in cluster.output(2)
-    assert "elastic_resume/agent/main.py" in cluster.output(2)
+    # The signal may meet the main thread between two frames, which it then misnames. The other threads wait.
+    assert "elastic_resume/background.py" in cluster.output(2)
 
 
 def test_max_restarts_3_allows_four_starts(tmp_path: Path) -> None:
