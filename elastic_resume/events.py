@@ -47,8 +47,8 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
                                      archive that cannot be read
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
                                      nodes, kind (cold | resumed), source_node, source_tier (memory |
-                                     disk | ""), source_generation, proves_step (or null), receiving_nodes
-                                     [node], rejected [{node, generation, step, reason}],
+                                     disk | archive | ""), source_generation, proves_step (or null),
+                                     receiving_nodes [node], rejected [{node, generation, step, reason}],
                                      recomputed_steps, resume_from (the request if the job went back, or
                                      null), given_up_steps, seconds
     proof                 rank 0     generation, step, first_step, verdict (proved | rounding | not proved),

@@ -15,7 +15,7 @@ Each word has one writing process (`shared_page`), so no store is lost:
 
     agent          serial, capacity, pinned, soft_pinned, committed of each slot; commit_step; costs of
                    commits and readers
-    local leader   all other words of each slot; decided_id, next_snapshot_step
+    local leader   all other words of each slot; decided_id, next_snapshot_step, replayed_id
     local rank r   copied[r] of each slot, copying[r]; any of them sets copies_at_once, to 1 only
 
 The agent is the process that runs the committer. The workers of a generation start after those of the
@@ -113,7 +113,7 @@ def encode_snapshot_id(generation: int, step: int, *, is_epoch_over: bool = Fals
     code.
 
     Raises:
-        ValueError: the generation is not in 1 to 2**23 - 1, or the step not in 0 to 2**40 - 1.
+        ValueError: the generation is not in 1 to 2**22 - 1, or the step not in 0 to 2**40 - 1.
 
     """
     if not 0 < generation < _MAX_GENERATION or not 0 <= step < 1 << _STEP_BITS:

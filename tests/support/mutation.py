@@ -44,12 +44,16 @@ TESTS = {
     "elastic_resume/checkpoint/node_dir": f"{_OWNERS}claim_names_present_owner"
     f" {_OWNERS}second_claim_by_owner_is_usage_error {_OWNERS}forked_child_cannot_release_lock"
     f" {_ARGUMENTS}drops_oversized_arguments {_ARGUMENTS}masks_secrets",
+    "elastic_resume/checkpoint/dir_lock": "../integration/test_dir_lock.py",
     "elastic_resume/rendezvous/net": "rendezvous/net",
     "elastic_resume/shared_page": "slots agent/workers/test_lease_page.py",
     "elastic_resume/local_socket": "agent/workers/test_worker_request.py slots/test_ipc.py",
     "elastic_resume/agent/workers": "agent/workers mechanisms/standbys ../integration/test_launcher_shim.py",
     "elastic_resume/state": "state",
     "elastic_resume/restore": "restore",
+    "elastic_resume/background": "test_background.py",
+    "elastic_resume/archive": "archive mechanisms/archive/test_uploader.py",
+    "elastic_resume/mechanisms/archive": "mechanisms/archive archive/test_archive.py",
 }
 _IO = "elastic_resume/checkpoint/atomic_io.py"
 _TRANSFER = "elastic_resume/restore/transfer.py"

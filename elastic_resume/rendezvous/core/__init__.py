@@ -6,7 +6,7 @@ one `node.RendezvousNode`, a pure state machine: an event and the time in, effec
 sockets, a disk and a clock. `tests/support/rendezvous_sim` plays the state machine through random faults.
 
 Parts. `sequence` decides one view after another by votes, on the data of `world`: no time, links or settings.
-`exception` is what is added to it unless `View.is_strict`. `next_view` and `backoff` are the policy: which
+`dead_leader` is what is added to it unless `View.is_strict`. `next_view` and `backoff` are the policy: which
 nodes to propose, or why to wait. The roles and what they use keep sessions, and search for a leader.
 
 Roles. A node has one role at a time; each role is a module. A table in it leads from the class of a message
@@ -39,7 +39,7 @@ Messages. A node follows a leader when it has been welcomed and has sent its fir
                             JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect | JobEnd
 
-How a view is decided (`sequence`, and `exception`): `docs/concepts/worlds.md` has the argument, the
+How a view is decided (`sequence`, and `dead_leader`): `docs/concepts/worlds.md` has the argument, the
 exception, what it trusts, and what waits. In short, the successor of a view is one slot, an instance of
 Paxos. Its voters are the disks of the view's members; before the first view, and after the end of the job,
 the candidates. The leader asks for votes in a *ballot*, once for many slots. With a quorum of votes it

@@ -269,7 +269,7 @@ class Follower(Role):
             if state.now >= self.redial_at:
                 self._redial_leader()
             return
-        if self.request and state.acceptor.is_voter and state.status.has_stopped:
+        if self.request and state.acceptor.is_voter and state.status.can_vote:
             self._vote(self.request)
         if self.proposal and not state.acceptor.is_voter and not self.has_acknowledged:
             self._acknowledge(self.proposal.ballot)

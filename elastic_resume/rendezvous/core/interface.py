@@ -51,7 +51,7 @@ class RendezvousSettings:
     single_node: bool = False
     """There is no other node, so earlier views with other nodes need not vote."""
     is_strict: bool = False
-    """No vote of a dead node counts: see `exception`."""
+    """No vote of a dead node counts: see `dead_leader`."""
     dial_stagger_s: float = 0.2
     """How long a candidate waits for an answer before it also calls the next address."""
     probe_interval_s: float = 0.05

@@ -360,7 +360,7 @@ class Leader(Role):
             return
         if self._lacks_quorum():
             state.terms_without_quorum += 1
-            self._step_down(ViewEnd.NO_QUORUM if state.status.has_stopped else ViewEnd.WORKERS_STUCK)
+            self._step_down(ViewEnd.NO_QUORUM if state.status.can_vote else ViewEnd.WORKERS_STUCK)
             return
         if self.running_view:
             if state.running_view is None:  # a spare may wait for as long as a view runs without it
@@ -470,7 +470,7 @@ class Leader(Role):
             self.handed_votes.clear()
         state.contacts.take_vote()
         self._ask_votes(view_change.make_request())
-        if state.status.has_stopped and proposer.add_own():
+        if state.status.can_vote and proposer.add_own():
             view_change.reevaluate()
         view_change.advance()
         proposal = proposer.proposal

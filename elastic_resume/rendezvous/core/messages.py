@@ -86,7 +86,7 @@ class WorkersStatus:
     departure: DepartureReason | None = None
 
     @property
-    def has_stopped(self) -> bool:
+    def can_vote(self) -> bool:
         """Whether the workers have ended and will not begin again in this view, so that the node may vote."""
         return self.workers not in {Workers.STOPPED, Workers.RUNNING}
 

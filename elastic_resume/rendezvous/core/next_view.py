@@ -142,11 +142,11 @@ def wait_for_workers(
 ) -> Plan | None:
     """Return why to wait before anything else, at most `stop_for_s` longer for workers to stop; or None."""
     is_late = stop_for_s <= 0
-    if not nodes[own].has_stopped:
+    if not nodes[own].can_vote:
         return Plan(reason=WorkersRunning(own.node), is_blocked=is_late)
     if has_broken_link:
         return Plan(reason=Wait.LINK_BROKEN)
-    running = next((node for node, status in nodes.items() if not status.has_stopped), None)
+    running = next((node for node, status in nodes.items() if not status.can_vote), None)
     return Plan(reason=WorkersRunning(running.node)) if running and not is_late else None
 
 

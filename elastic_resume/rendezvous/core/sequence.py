@@ -4,7 +4,7 @@ The members of a view decide its successor by Paxos (Lamport, "Paxos made simple
 is that of Lamport, Malkhi and Zhou, "Vertical Paxos and primary-backup replication", PODC 2009.
 `docs/concepts/worlds.md` has the argument; the functions below name its rules. More than half of the members
 are a quorum, and so is exactly half with the leader's vote. Nothing here uses time, links or settings. With
-`View.is_strict` this module decides alone; `exception` has what is added without it.
+`View.is_strict` this module decides alone; `dead_leader` has what is added without it.
 
 A ballot lasts over many slots, as in Multi-Paxos: a follower promises it once, on disk. Its vote in each slot
 says that its workers have ended and what it has accepted there.
@@ -172,7 +172,7 @@ class Acceptor:
         self._change(accepted=proposal)
 
     def take_vote(self) -> None:
-        """Take the vote of the view's leader, for good: see `exception`."""
+        """Take the vote of the view's leader, for good: see `dead_leader`."""
         self._change(has_taken=True)
 
     def hand_over(self, receiver: Incarnation) -> None:

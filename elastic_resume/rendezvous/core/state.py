@@ -22,7 +22,7 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.backoff import Backoff
-from elastic_resume.rendezvous.core.exception import Contacts
+from elastic_resume.rendezvous.core.dead_leader import Contacts
 from elastic_resume.rendezvous.core.messages import Workers
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.sequence import Acceptor

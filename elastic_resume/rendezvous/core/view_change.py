@@ -165,7 +165,7 @@ class ViewChange:
         self.left_out = plan.left_out
         if plan.is_blocked:
             self._note_blocked()
-        elif votes is not None and self.state.status.has_stopped:
+        elif votes is not None and self.state.status.can_vote:
             self.blocked_since = None
         if plan.reason:
             self.joins, self.evaluate_at = {}, plan.until

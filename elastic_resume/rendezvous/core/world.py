@@ -68,7 +68,7 @@ class View:
     leader: Incarnation | None = None
     history: str = ""
     is_strict: bool = False
-    """Its successor is decided without the rules of `exception`, whatever a later process was told."""
+    """Its successor is decided without the rules of `dead_leader`, whatever a later process was told."""
 
     def rank(self, member: Incarnation) -> int | None:
         """Return the rank of a member, or None."""

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from elastic_resume.rendezvous.core import exception, view_change
-from elastic_resume.rendezvous.core.exception import Contacts
+from elastic_resume.rendezvous.core import dead_leader, view_change
+from elastic_resume.rendezvous.core.dead_leader import Contacts
 from elastic_resume.rendezvous.core.messages import WorkersStatus
 from elastic_resume.rendezvous.core.sequence import Acceptor, CastVotes, Electorate, Proposer
 from elastic_resume.rendezvous.core.world import Incarnation, View
@@ -54,7 +54,7 @@ def _mark_ended_whenever(self: Contacts, process: Incarnation) -> None:
 
 
 def _count_leader_first() -> Callable[..., bool]:
-    breaks_tie = exception.breaks_tie
+    breaks_tie = dead_leader.breaks_tie
 
     def breaks(*args: Any, is_free_of_heir: bool) -> bool:
         del is_free_of_heir
@@ -64,7 +64,7 @@ def _count_leader_first() -> Callable[..., bool]:
 
 
 def _count_anyone() -> Callable[..., bool]:
-    breaks_tie = exception.breaks_tie
+    breaks_tie = dead_leader.breaks_tie
 
     def breaks(view: View, proposer: Incarnation, counted: CastVotes, **kwargs: bool) -> bool:
         has_taken = any(vote.has_taken for _, vote in counted.values())
@@ -99,10 +99,10 @@ MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     # Exactly half of a view's members are a quorum, whichever half.
     "any-half": lambda: [
         (Electorate, "has_quorum", _take_any_half),
-        (exception, "breaks_tie", lambda *_, **__: True),
+        (dead_leader, "breaks_tie", lambda *_, **__: True),
     ],
     # A node votes on the next view while its workers run.
-    "vote-while-running": lambda: [(WorkersStatus, "has_stopped", True)],
+    "vote-while-running": lambda: [(WorkersStatus, "can_vote", True)],
     # A new leader proposes what it likes, whatever others have accepted.
     "nothing-bound": lambda: [(Proposer, "find_proposal_to_repeat", lambda *_: None)],
     # Promises and accepted proposals are sent before they are on disk.
@@ -113,15 +113,15 @@ MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     "end-undecided": _end_without_quorum,
     # Any member takes the vote of a leader that it knows to have ended.
     "anyone-takes": lambda: [
-        (exception, "may_take", lambda _, taker, dead: taker != dead),
-        (exception, "breaks_tie", _count_anyone()),
+        (dead_leader, "may_take", lambda _, taker, dead: taker != dead),
+        (dead_leader, "breaks_tie", _count_anyone()),
     ],
     # A vote is taken however long ago the last contact was.
     "late-taking": lambda: [(Contacts, "mark_ended", _mark_ended_whenever)],
     # The leader of a view does not wait for its heir's vote.
-    "leader-votes-first": lambda: [(exception, "breaks_tie", _count_leader_first())],
+    "leader-votes-first": lambda: [(dead_leader, "breaks_tie", _count_leader_first())],
     # A restarted leader votes, although its vote may have been taken.
-    "restarted-vote": lambda: [(exception, "breaks_tie", _count_restarted)],
+    "restarted-vote": lambda: [(dead_leader, "breaks_tie", _count_restarted)],
     # A node that has handed its vote over votes nevertheless.
-    "handed-vote": lambda: [(exception, "find_counted", _count_handed)],
+    "handed-vote": lambda: [(dead_leader, "find_counted", _count_handed)],
 }

@@ -582,7 +582,7 @@ class SimulatedNode(Host):
     def _on_workers_stopped(self, incarnation_id: int) -> None:
         if incarnation_id == self.incarnation_id and self.agent and not self.agent.running_view:
             self.checkers.on_stop(self.name)
-            is_waiting = self.end or self.agent.state.status.has_stopped or self.delays_join
+            is_waiting = self.end or self.agent.state.status.can_vote or self.delays_join
             if not is_waiting:
                 self._join_soon(0.1)
 

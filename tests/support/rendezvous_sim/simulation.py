@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import combinations, permutations
 
-from elastic_resume.rendezvous.core.exception import breaks_tie, find_replacing_quorum
+from elastic_resume.rendezvous.core.dead_leader import breaks_tie, find_replacing_quorum
 from elastic_resume.rendezvous.core.interface import RendezvousSettings
 from elastic_resume.rendezvous.core.messages import Header, Heartbeat, Workers
 from elastic_resume.rendezvous.core.sequence import Electorate, find_counted

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.rendezvous.core.exception import breaks_tie, find_replacing_quorum, may_take, may_vote
+from elastic_resume.rendezvous.core.dead_leader import breaks_tie, find_replacing_quorum, may_take, may_vote
 from elastic_resume.rendezvous.core.sequence import (
     CastVotes,
     Electorate,
