@@ -158,12 +158,13 @@ def resume(
         link = open_link()
         starts_early = constants.ENV_EARLY_START in os.environ
         objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        objects["ema"] = ema
-        _check_track(track, {**objects, "data": data})
+        objects |= {"ema": ema, "data": None}
+        _check_track(track, objects)
+        objects |= track or {}
         _check_random_options(seed, rng)
         tensor_pool = None
         if starts_early and link is not None:
-            tensor_pool = _touch_memory(state_dict.collect_objects({**objects, **(track or {})}))
+            tensor_pool = _touch_memory(state_dict.collect_objects(objects))
             link.park()  # until the node is in a view; what follows reads rank and world size
         _check_resume_mode(resume)
         batches = elastic_sampler.find_batches(data := elastic_sampler.find_loader(data))
@@ -181,7 +182,7 @@ def resume(
             resume_from=resume_from,
         )
         objects["data"] = data if batches is None else batches
-        tracked = state_dict.collect_objects({**objects, **(track or {})})
+        tracked = state_dict.collect_objects(objects)
         _check_single_data_order(tracked, batches)
         untracked.require_tracked_parameters(tracked)
         frozen, built_settings = FrozenParameters(tracked), BuiltSettings(tracked)
