@@ -247,6 +247,7 @@ OPTIONS = (
     Option("step-mark-s", "TIME", "", parse_duration, DEFAULT_STEP_MARK_S),
 )
 FLAG_OPTIONS = tuple(option for option in OPTIONS if option.has_flag)
+STEPS_OR_TIME_FLAGS = tuple(f"--{option.name}" for option in FLAG_OPTIONS if option.metavar == "N|TIME")
 OPTIONS_WITHOUT_FLAG = tuple(option for option in OPTIONS if option.help and not option.has_flag)
 
 
@@ -334,9 +335,9 @@ def mask_command(words: Sequence[str]) -> list[str]:
 _AGENT_VARIABLES = (
     constants.ENV_RUN_ID, constants.ENV_AGENT_PID, constants.ENV_EVENTS_PATH, constants.ENV_EVIDENCE,
     constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_LOCAL_HOST, constants.ENV_LEASE_PAGE,
-    constants.ENV_FORK_SERVER, constants.ENV_MAX_RESTARTS, constants.ENV_STANDBY, constants.ENV_STATE_BYTES,
-    constants.ENV_PARKED, constants.ENV_NEW_PROCESS, constants.ENV_SUPERVISOR_FD, constants.ENV_LOCAL_RANK,
-    constants.ENV_COMMITTER, constants.ENV_SLOTS, constants.ENV_MTBF_S, constants.ENV_LAUNCH,
+    constants.ENV_FORK_SERVER, constants.ENV_MAX_RESTARTS, constants.ENV_EARLY_START, constants.ENV_PARKED,
+    constants.ENV_STATE_BYTES, constants.ENV_NEW_PROCESS, constants.ENV_SUPERVISOR_FD, constants.ENV_SLOTS,
+    constants.ENV_LOCAL_RANK, constants.ENV_COMMITTER, constants.ENV_MTBF_S, constants.ENV_LAUNCH,
 )  # fmt: skip
 
 
@@ -516,8 +517,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "elastic_resume",
         "A flag beats the environment (ELASTIC_RESUME_*, PET_*), which beats the file of --config. An "
         "argument of er.resume() beats them all, except for ckpt-dir, rdzv-id and node-name. TIME is a "
-        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every, --snapshot-every "
-        "and --archive-every a bare number is steps.",
+        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For "
+        f"{', '.join(STEPS_OR_TIME_FLAGS[:-1])} and {STEPS_OR_TIME_FLAGS[-1]} a bare number is steps.",
     )
     for option in FLAG_OPTIONS:
         text = option.help + (f"; {option.details}" if option.details else "")

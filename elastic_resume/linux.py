@@ -50,6 +50,14 @@ def create_anonymous_file(name: str, *, may_seal: bool = False) -> int:
         return memfd_create(name, flags)
 
 
+def name_descriptor(descriptor: int) -> str:
+    """Return a path by which other processes can open this process's descriptor while it is open.
+
+    torchelastic passes no descriptors on, so what an agent shares with the processes below has such a name.
+    """
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
 def pidfd_open(pid: int) -> int:
     """Return a descriptor of a process. Raise OSError if it has ended, or if the kernel has no such call."""
     if hasattr(os, "pidfd_open"):

@@ -33,8 +33,7 @@ class FailureEvents:
 
     def __init__(self) -> None:
         self._descriptor = linux.create_anonymous_file("elastic_resume-evidence")
-        # torchelastic passes no descriptors on, so supervisors and workers open this name.
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.path = linux.name_descriptor(self._descriptor)
 
     def read(self) -> list[events.Event]:
         """Return the events in the order in which they were appended."""

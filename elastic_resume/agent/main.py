@@ -103,8 +103,7 @@ def run_agent(
             node_dir.move_earlier_run_aside()
         events_path = node_dir.path / constants.EVENTS_FILE
         _set_environment(settings, args, events_path, lease_page, evidence)
-        # torchelastic passes no descriptors on, so shims and supervisors open this name.
-        os.environ[constants.ENV_PARKED] = f"/proc/{os.getpid()}/fd/{parked_file.fileno()}"
+        os.environ[constants.ENV_PARKED] = linux.name_descriptor(parked_file.fileno())
         event_tail = EventTail(events_path)
         with contextlib.closing(
             EventLog(

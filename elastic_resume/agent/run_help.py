@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from elastic_resume.report.formatting import write_stdout
 
 USAGE = "[flags] SCRIPT [arguments of the script]"
 HELP_COLUMN = 28
+HELP_WIDTH = 80
 _OURS = {option.name: option for option in config.FLAG_OPTIONS}
 
 
@@ -124,6 +126,10 @@ def add_help_all(parser: argparse.ArgumentParser) -> None:
 
 def format_help() -> str:
     """Return the help of one screen."""
+    *flags, last = config.STEPS_OR_TIME_FLAGS
+    times = (
+        f"TIME is seconds, or 500ms, 30s, 5m, 1.5h. A bare N of {', of '.join(flags)} and of {last} is steps."
+    )
     return "\n".join([
         f"usage: {PROG} {USAGE}",
         "",
@@ -132,8 +138,7 @@ def format_help() -> str:
         f"  {PROG} --nnodes 2:4 --rdzv-endpoint node0,node1,node2 train.py",
         *(line for title, entries in GROUPS.items() for line in ("", f"{title}:", *_format_group(entries))),
         "",
-        "TIME is seconds, or 500ms, 30s, 5m, 1.5h. A bare N of --save-every, of",
-        "--snapshot-every and of --archive-every is steps.",
+        textwrap.fill(times, HELP_WIDTH, break_on_hyphens=False),
         "A setting of ours is a flag (--keep 5), a variable (ELASTIC_RESUME_KEEP=5) or a",
         "line of the --config file (keep: 5), in this order. An argument of er.resume()",
         "(keep=5) beats them all.",

@@ -647,7 +647,7 @@ def start_early(
     """Start a launcher shim without a generation, as torchelastic does: ``command`` may have its macros."""
     environ = {k: v for k, v in os.environ.items() if k not in GENERATION_VARIABLES}
     environ |= {
-        constants.ENV_STANDBY: "1",
+        constants.ENV_EARLY_START: "1",
         constants.ENV_STATE_BYTES: str(state_bytes),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_world_size),

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from elastic_resume.archive import store_errors
 from elastic_resume.archive.store import StoredName
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name
 from elastic_resume.checkpoint.reader import open_regular
@@ -21,8 +22,8 @@ _KIND_AND_REMEDY: dict[int | None, tuple[ArchiveErrorKind, str]] = {
         ArchiveErrorKind.FORBIDDEN,
         "the file system is read-only: remount it, or choose another --archive",
     ),
-    errno.ENOSPC: (ArchiveErrorKind.QUOTA, "free space there, or set --archive-keep"),
-    errno.EDQUOT: (ArchiveErrorKind.QUOTA, "the quota is used up: free space there, or set --archive-keep"),
+    errno.ENOSPC: (ArchiveErrorKind.QUOTA, store_errors.FREE_SPACE),
+    errno.EDQUOT: (ArchiveErrorKind.QUOTA, f"the quota is used up: {store_errors.FREE_SPACE}"),
     errno.ENOENT: (
         ArchiveErrorKind.MISSING_BUCKET,
         "mount the file system, or create the directory with mkdir",

@@ -54,13 +54,14 @@ _CREDENTIALS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
+FREE_SPACE = "free space there, or set --archive-keep"
 _SENTENCES = {
     Kind.CREDENTIALS: "no valid credentials: set the store's in the environment of every node{credentials} "
     "or give the nodes a role; renew expired ones",
     Kind.FORBIDDEN: "access denied: allow these credentials to list, get, put and delete objects there",
     Kind.MISSING_BUCKET: "there is no such bucket: create it, or correct the address{endpoint}",
     Kind.REGION: "the bucket is in another region: set AWS_REGION to the bucket's",
-    Kind.QUOTA: "its quota or space is used up: free space there, or set --archive-keep",
+    Kind.QUOTA: f"its quota or space is used up: {FREE_SPACE}",
     Kind.CLOCK_SKEW: "this node's clock is wrong by minutes, so the store rejects its signatures: set it by "
     "NTP",
     Kind.FROZEN: "a lifecycle rule has moved the object to a class that cannot be read: restore it there",

@@ -121,7 +121,7 @@ class CopyThread:
         self._thread.join()
 
     def _run(self) -> None:
-        # The main thread must receive the signal that requests a stack dump.
+        # The main thread must receive the signal that requests its stacks.
         signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})
         while (job := self._job_queue.get()) is not None:
             run_job(job)

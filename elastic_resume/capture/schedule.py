@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 NEVER = 1 << 62  # a step
 WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
 SMOOTHING_WEIGHT = 0.3  # weight of the newest measurement
-SAVE_WARNING_S = 15.0  # before the hang detector ends the waiting
+SAVE_WARNING_S = 15.0  # before waiting counts as a hang
 
 
 class CostMeter:
@@ -99,7 +99,7 @@ class SnapshotScheduler:
 
         It is 0 after a cold start, and -1 if this node's disk lacks the state.
 
-        ``waiting_for_disk`` tells the hang detector that training waits for the disk.
+        Within ``waiting_for_disk`` training waits for the disk, which is no hang.
         """
         settings = context.settings
         self._committed_path: Path | None = None  # of the last commit that this process waited for

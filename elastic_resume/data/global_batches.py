@@ -127,7 +127,7 @@ class GlobalBatches(BatchSampler):
 
     @property
     def _world_size(self) -> int:
-        # Read only where it matters: before er.resume() a standby has no world yet.
+        # Read only where it matters: before er.resume() a process may have no world yet.
         return (self._bound or batch_size.read_rank_and_world_size())[1]
 
     # ---- what the Run calls ------------------------------------------------------------------------

@@ -21,7 +21,7 @@ LOADER_ARGUMENTS = (
 )
 
 # How long a library's save, or one batch of its validation, may take. It is less than the timeout of torch's
-# process groups and of our own: the hang detector names the ranks that have not come, a timeout names none.
+# process groups and of our own: a report of a hang names the ranks that have not come, a timeout none.
 WAIT_LIMIT_S = 20 * 60.0
 
 

@@ -229,13 +229,13 @@ def _has_launcher() -> bool:
 def make_node_mesh() -> Any:
     """Return the mesh of this node's ranks; see `NodeMesh`.
 
-    A default process group is created if there is none, and `Collectives.join` takes it over. In a standby
-    only `Collectives.join` creates it. Without a launcher this process is the only rank.
+    A default process group is created if there is none, and `Collectives.join` takes it over. In a worker
+    that starts early only `Collectives.join` creates it. Without a launcher this process is the only rank.
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     node_mesh = NodeMesh.current = NodeMesh.current or NodeMesh()
-    if constants.ENV_STANDBY in os.environ and not dist.is_initialized():
+    if constants.ENV_EARLY_START in os.environ and not dist.is_initialized():
         _select_gpu([])
         return node_mesh.mesh
     if node_mesh.is_in_world():

@@ -1,8 +1,8 @@
 """Hold the `DeviceMesh` of a node's ranks, over which FSDP shards a model.
 
 FSDP and its DTensors keep the mesh for the life of a process, and process groups end with their world. So
-the mesh is made without a group, and `NodeMesh.join` gives it the node's group of each world. A standby (a
-worker that starts before its node joins) builds its shards before it has any group. The attributes of a mesh
+the mesh is made without a group, and `NodeMesh.join` gives it the node's group of each world. A worker
+that starts before its node joins builds its shards before it has any group. The attributes of a mesh
 that this module sets are private.
 """
 

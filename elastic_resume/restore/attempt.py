@@ -130,6 +130,11 @@ class LoadedState:
     manifest: Manifest  # of the source
     opened: OpenedState | None  # None on a rank that read what its local leader had committed
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether this node's own disk holds the fully verified state; false where nothing was opened."""
+        return self.opened is not None and self.opened.on_disk
+
     def publish_slot(self, client: SlotClient | None) -> None:
         """Make the filled slot this node's snapshot; on the local leader that filled it."""
         opened = self.opened

@@ -188,8 +188,9 @@ def restore(
         inventories = _exclude_failed_states(context, plan, sources, inventories, failures)
         inventories = _list_more(context, sources, inventories)
     failpoints.hit("resume.loaded")
-    on_disk = loaded is not None and loaded.opened is not None and loaded.opened.on_disk
-    on_disk = _record_generation(context, node_dir, plan.generation, on_disk=on_disk)
+    on_disk = _record_generation(
+        context, node_dir, plan.generation, on_disk=loaded is not None and loaded.on_disk
+    )
     earlier_command = _find_earlier_command(plan, inventories)
     if disk_error is not None and loaded is not None:
         logger.warning(

@@ -509,27 +509,29 @@ def _to_archived_state(entry: ArchivedCheckpoint) -> SavedState:
 
 
 def take_inventory(
-    context: RankContext, sources: Mapping[str, StateSource], progress_page: ProgressPage, generation: int
+    context: RankContext,
+    sources: Mapping[str, StateSource],
+    progress_page: ProgressPage,
+    recorded_generation: int,
 ) -> Inventory:
-    """List what this node could restore from its ``sources``; give up what is damaged."""
+    """List what this node could restore from its ``sources``; give up what is damaged.
+
+    ``recorded_generation`` is the greatest of which this node was a part; its states may be of older ones.
+    """
     listings: list[Listing] = []
     for source in sources.values():
         listings.append(source.list_states([state for each in listings for state in each.saved_states]))
     # Generations that ended before their first step left nothing on disk, but agents have counted them.
-    known = [
-        generation,
-        rank_context.assigned_generation() - 1,
-        *(each.newest_generation for each in listings),
-    ]
-    last_generation, last_step, last_world_size = progress_page.newest_progress(generation)
+    own_generation = max(recorded_generation, rank_context.assigned_generation() - 1)
+    last_generation, last_step, last_world_size = progress_page.newest_progress(recorded_generation)
     last_launcher, command = node_dir.read_script_arguments(context.node_dir)
     return Inventory(
         node=context.node,
         local_leader_rank=context.collectives.rank,
         saved_states=tuple(state for each in listings for state in each.saved_states),
         rejected=tuple(state for each in listings for state in each.rejected),
-        generation=max(known),
-        own_generation=max(generation, rank_context.assigned_generation() - 1),
+        generation=max([own_generation, *(each.newest_generation for each in listings)]),
+        own_generation=own_generation,
         resume_from=context.settings.resume_from or "",
         committed_generation=node_dir.read_committed_generation(context.node_dir),
         archive=context.settings.archive,

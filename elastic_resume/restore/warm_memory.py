@@ -1,4 +1,4 @@
-"""Touch the memory that a restore will need, in a standby, which has time for it.
+"""Touch the memory that a restore will need, in a process that waits for its node's first view.
 
 The first touch of memory costs as much as the rest of a restore. A node that comes back empty touches new
 memory twice: its slot, and its optimizers' state. `prepare` touches both before the restore. If the

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from elastic_resume import machine, shared_page
+from elastic_resume import linux, machine, shared_page
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.slot_memory import ControlBlock, Slot, SlotState
 from elastic_resume.units import format_bytes, format_count
@@ -84,8 +84,7 @@ class SlotPool:
         self._measure_free_bytes = measure_free_bytes
         self.control_descriptor = ControlBlock.create()
         self.control_block = ControlBlock(self.control_descriptor)
-        # Worker supervisors open it under this path, since torchelastic passes no descriptors on.
-        self.control_path = f"/proc/{os.getpid()}/fd/{self.control_descriptor}"
+        self.control_path = linux.name_descriptor(self.control_descriptor)
         self._owned: dict[int, _OwnedSlot] = {}
         self._last_serial = 0
         self._last_plan = (-1, 0)

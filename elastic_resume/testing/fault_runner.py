@@ -109,6 +109,9 @@ def inject(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
         begin, end = _LASTING_FAULTS[fault.what]
         begin(cluster, target.node_index, fault)
         return partial(end, cluster, target.node_index)
+    if fault.kind.method:
+        getattr(cluster, fault.kind.method)(target.node_index)
+        return None
     return _INJECT_FUNCTIONS[fault.what](cluster, fault, target)
 
 
@@ -190,7 +193,7 @@ def _stop_worker(cluster: Cluster, fault: Fault, target: Target) -> Undo:
     _signal_worker(cluster, target, "SIGSTOP")
 
     def resume() -> None:
-        with contextlib.suppress(TargetUnavailableError):  # the hang detector has killed it
+        with contextlib.suppress(TargetUnavailableError):  # it was killed, as a hang
             _signal_worker(cluster, target, "SIGCONT")
 
     return resume
@@ -225,11 +228,7 @@ def _damage_checkpoint(cluster: Cluster, fault: Fault, target: Target) -> None:
 
 _INJECT_FUNCTIONS: Mapping[str, Callable[[Cluster, Fault, Target], Undo | None]] = {
     "kill-worker": _kill_worker,
-    "kill-agent": lambda cluster, _, target: cluster.kill_agent(target.node_index),
-    "kill-node": lambda cluster, _, target: cluster.kill_node(target.node_index),
-    "poweroff": lambda cluster, _, target: cluster.poweroff(target.node_index),
     "stop-worker": _stop_worker,
-    "preemption": lambda cluster, _, target: cluster.give_notice(target.node_index),
     "cut": _cut_links,
     "cut-out": _cut_links,
     "cut-in": _cut_links,

@@ -29,7 +29,8 @@ class FaultKind:
 
     ``target`` is a worker, a node, or several nodes. ``settings`` maps fields of `Fault` to their defaults
     (None: for ever, or never). ``weight`` is the relative frequency among random faults; 0 excludes kinds
-    that a job need not survive or that show no effect.
+    that a job need not survive or that show no effect. ``method`` is that of `Cluster` which does it to a
+    node, where one call is enough.
     """
 
     target: str
@@ -38,19 +39,30 @@ class FaultKind:
     needs_namespaces: bool = False
     weight: int = 0
     in_process: bool = False  # the fault happens in the process itself, at a failpoint
+    method: str = ""
 
 
 def _build_kinds() -> dict[str, FaultKind]:
     return {
         # Processes. What is killed is started again, as a cluster would; a disk survives.
         "kill-worker": FaultKind(WORKER, "the worker gets a signal", {"signal": "SIGKILL"}, weight=5),
-        "kill-agent": FaultKind(NODE, "SIGKILL to the agent alone", {"back_after_s": 1.0}, weight=2),
-        "kill-node": FaultKind(NODE, "SIGKILL to all of the node", {"back_after_s": 2.0}, weight=4),
-        "poweroff": FaultKind(NODE, "silence, then death", {"back_after_s": 6.0}, NAMESPACES, 2),
+        "kill-agent": FaultKind(
+            NODE, "SIGKILL to the agent alone", {"back_after_s": 1.0}, weight=2, method="kill_agent"
+        ),
+        "kill-node": FaultKind(
+            NODE, "SIGKILL to all of the node", {"back_after_s": 2.0}, weight=4, method="kill_node"
+        ),
+        "poweroff": FaultKind(
+            NODE, "silence, then death", {"back_after_s": 6.0}, NAMESPACES, 2, method="poweroff"
+        ),
         "stop-worker": FaultKind(WORKER, "SIGSTOP to the worker: a hang", {"for_s": None}),
         "stop-agent": FaultKind(NODE, "SIGSTOP to the agent", {"for_s": 6.0}, weight=1),
         "preemption": FaultKind(
-            NODE, "a notice; the node saves and leaves, and comes back", {"back_after_s": 2.0}, weight=2
+            NODE,
+            "a notice; the node saves and leaves, and comes back",
+            {"back_after_s": 2.0},
+            weight=2,
+            method="give_notice",
         ),
         # Within a worker, at the step.
         "raise": FaultKind(WORKER, "an exception", {"error": "RuntimeError"}, weight=1, in_process=True),

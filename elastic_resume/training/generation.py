@@ -172,11 +172,15 @@ class Generation:
             # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
             context.run_on_all_ranks(lambda: None)
             cleanup.callback(self.drain_request.restore_handler)
-            self._cleanup = cleanup
-            self._begin(result, wrappers)
+            self._begin(result, wrappers, cleanup)
             self._cleanup = cleanup.pop_all()
 
-    def _begin(self, result: ResumeResult, wrappers: Collection[DistributedDataParallel]) -> None:
+    def _begin(
+        self,
+        result: ResumeResult,
+        wrappers: Collection[DistributedDataParallel],
+        cleanup: contextlib.ExitStack,
+    ) -> None:
         """Prepare the checks of the first steps, and report the start."""
         context, position = self.context, self.progress.position
         self._rank0_buffers = Rank0Buffers(context, self.tracked)
@@ -192,12 +196,12 @@ class Generation:
         )
         log_hint = functools.partial(announce.log_enumerate_hint, context, position)
         self.first_steps = FirstSteps(self.tracked, self._arguments.batches, result, self.rank, log_hint)
-        self._cleanup.callback(self.first_steps.close)
-        self._cleanup.callback(self.bucket_order.close)
-        self._cleanup.callback(self.heartbeat.close)
+        cleanup.callback(self.first_steps.close)
+        cleanup.callback(self.bucket_order.close)
+        cleanup.callback(self.heartbeat.close)
         self._observers = make_step_observers(self.heartbeat.set_measurement, count_collectives)
         for observer in self._observers:
-            self._cleanup.callback(observer.close)
+            cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
         self.heartbeat.start_generation(self.number, position.step)
         announce.start_worker(context, self.number, position.step, self.tracked)

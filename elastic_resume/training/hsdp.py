@@ -33,8 +33,8 @@ def shard_mesh() -> Any:
     torchrun's environment says, unless the script has done so. Call `Run.replicate` after `er.resume`, to
     average the gradients over the nodes.
 
-    A standby, a worker that starts before its node joins, has no process group yet. It can build shards, and
-    a collective before `er.resume` raises an error.
+    A worker that starts before its node joins has no process group yet. It can build shards, and a collective
+    before `er.resume` raises an error.
     """
     return collectives.make_node_mesh()
 

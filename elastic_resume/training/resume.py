@@ -1,7 +1,7 @@
 """Provide `resume`, by which a training script restores its state or starts fresh.
 
-It checks the script's arguments, waits for the node's first view in a standby (`supervisor_link`), joins the
-ranks, and creates the process's `Run`.
+It checks the script's arguments, joins the ranks, and creates the process's `Run`. A process that starts
+early parks before it joins them, until its node is in a view (`supervisor_link`).
 """
 
 from __future__ import annotations
@@ -156,14 +156,15 @@ def resume(
         console.show_log("elastic_resume: ", os.environ)
         forget_agent_around_torchrun(os.environ)
         link = open_link()
-        is_standby = constants.ENV_STANDBY in os.environ
+        starts_early = constants.ENV_EARLY_START in os.environ
         objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        objects["ema"] = ema
-        _check_track(track, {**objects, "data": data})
+        objects |= {"ema": ema, "data": None}
+        _check_track(track, objects)
+        objects |= track or {}
         _check_random_options(seed, rng)
         tensor_pool = None
-        if is_standby and link is not None:
-            tensor_pool = _touch_memory(state_dict.collect_objects({**objects, **(track or {})}))
+        if starts_early and link is not None:
+            tensor_pool = _touch_memory(state_dict.collect_objects(objects))
             link.park()  # until the node is in a view; what follows reads rank and world size
         _check_resume_mode(resume)
         batches = elastic_sampler.find_batches(data := elastic_sampler.find_loader(data))
@@ -181,7 +182,7 @@ def resume(
             resume_from=resume_from,
         )
         objects["data"] = data if batches is None else batches
-        tracked = state_dict.collect_objects({**objects, **(track or {})})
+        tracked = state_dict.collect_objects(objects)
         _check_single_data_order(tracked, batches)
         untracked.require_tracked_parameters(tracked)
         frozen, built_settings = FrozenParameters(tracked), BuiltSettings(tracked)
@@ -193,7 +194,7 @@ def resume(
     rank_claim.claim_rank()
     options = RunOptions(seed, rng, on_world_change)
     arguments = RunArguments(tracked, batches, data, options, settings, frozen, built_settings, start_s)
-    run = Run(arguments, link, standby=is_standby, tensor_pool=tensor_pool)
+    run = Run(arguments, link, has_parked=starts_early, tensor_pool=tensor_pool)
     _prepare_wrappers(run, frozen, {"model": model, **(track or {})})
     _resumed.add(node_dir)
     return run
@@ -213,7 +214,7 @@ def _prepare_wrappers(run: Run, frozen: FrozenParameters, objects: Mapping[str, 
 
 
 def _touch_memory(tracked: Mapping[str, Any]) -> TensorPool | None:
-    """Touch the memory that the restore of a standby will need, before its node is in a view."""
+    """Touch the memory that the restore will need, while the process waits for its node's first view."""
     size, local_rank = (os.environ.get(n, "") for n in (constants.ENV_STATE_BYTES, constants.ENV_LOCAL_RANK))
     if not (size.isdigit() and local_rank.isdigit()):
         return None

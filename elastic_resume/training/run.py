@@ -75,12 +75,13 @@ class Run:
         arguments: RunArguments,
         link: SupervisorLink | None,
         *,
-        standby: bool = False,
+        has_parked: bool = False,
         tensor_pool: TensorPool | None = None,
     ) -> None:
         """Restore the state and begin the process's first generation.
 
-        ``link`` leads to the worker supervisor. A ``standby`` may see several worlds end before one begins.
+        ``link`` leads to the worker supervisor. If the process ``has_parked`` before, several worlds may end
+        before one begins.
         ``tensor_pool`` is for the first restore.
         """
         self._tensor_pool = tensor_pool
@@ -98,11 +99,11 @@ class Run:
         )
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
-        self._fsdp_modules = weakref.WeakSet(hsdp.find_fsdp_modules() if standby else ())
+        self._fsdp_modules = weakref.WeakSet(hsdp.find_fsdp_modules() if has_parked else ())
         self._must_check_wrappers = False  # at the next step
         self._step_counter: StepCounter | None = None  # of `er.epochs` or `er.steps`
         self._generation: Generation  # the newest one; every run has one when it is made
-        if standby and link is not None:
+        if has_parked and link is not None:
             self._make_call(link).run(self._enter_generation)
         else:
             self._enter_generation()

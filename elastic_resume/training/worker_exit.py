@@ -60,8 +60,8 @@ def install_startup_hook() -> None:
 
     The agent's environment variables name the event log. Without an agent there is only the printed text.
     """
-    # A standby has no rank yet, and ends when it reads one.
-    rank = "0" if constants.ENV_STANDBY in os.environ else os.environ.get("RANK", "0")
+    # A worker that starts early has no rank yet, and ends when it reads one.
+    rank = "0" if constants.ENV_EARLY_START in os.environ else os.environ.get("RANK", "0")
     path = Path(os.environ.get(constants.ENV_EVENTS_PATH) or os.devnull)
     node = os.environ.get(constants.ENV_NODE_NAME, "")
     install_hook(open_event_log(path, node, int(rank) if rank.isdigit() else 0))

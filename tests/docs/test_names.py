@@ -105,7 +105,7 @@ def test_document_names_only_commands_that_exist(path: Path) -> None:
 def known_exit_codes() -> dict[int, str]:
     """Return the exit codes of `constants` by number, without the base of those of signals."""
     found = {value: name for name, value in vars(constants).items() if name.startswith("EXIT_")}
-    for code in (constants.EXIT_SIGNAL_BASE, constants.EXIT_PARKED, constants.EXIT_NO_STANDBY):
+    for code in (constants.EXIT_SIGNAL_BASE, constants.EXIT_PARKED, constants.EXIT_NEEDS_GENERATION):
         del found[code]  # the last two are a launcher shim's
     return found
 

@@ -654,7 +654,7 @@ def standby_environ(
     return environment | {
         constants.ENV_LEASE_PAGE: lease_page.path,
         constants.ENV_PARKED: str(parked_file),
-        constants.ENV_STANDBY: "1",
+        constants.ENV_EARLY_START: "1",
     }
 
 
@@ -663,7 +663,7 @@ def test_standby_resumes_for_shim_that_came_early(standby_environ: dict[str, str
     ready = tmp_path / "ready"
     standby = start(standby_environ, PARKING_WORKER, "standby", str(ready))
     wait_for((tmp_path / "parked").read_bytes, "the standby's supervisor to listen")
-    del standby_environ[constants.ENV_STANDBY], standby_environ[constants.ENV_LEASE_PAGE]
+    del standby_environ[constants.ENV_EARLY_START], standby_environ[constants.ENV_LEASE_PAGE]
     environment = standby_environ | {"RANK": "1", constants.ENV_GENERATION: "2"}
     facts = tmp_path / "facts"
     with facts.open("wb") as output:
@@ -709,4 +709,4 @@ def test_script_that_reads_its_rank_is_no_standby(standby_environ: dict[str, str
             script.write_text(f"import os\nassert os.environ.get('OTHER') is None\n{expression}\n")
             process = start(standby_environ, str(script), stderr=subprocess.PIPE)
             assert f"{script}:3 reads {variable} before er.resume()" in process.communicate(timeout=60)[1]
-            assert process.returncode == constants.EXIT_NO_STANDBY, expression
+            assert process.returncode == constants.EXIT_NEEDS_GENERATION, expression

@@ -489,7 +489,7 @@ def test_shim_without_agents_pid_watches_its_parent(environ: Any, start: Any) ->
 
 def test_standby_does_not_start_cold(environ: Any, start: Any, tmp_path: Path) -> None:
     """Its node starts the worker when it has joined."""
-    environ[constants.ENV_STANDBY] = "1"
+    environ[constants.ENV_EARLY_START] = "1"
     assert start("/bin/sh", "-c", f"touch {tmp_path / 'started'}").wait(30) == 1
     assert not (tmp_path / "started").exists()
 

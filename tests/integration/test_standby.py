@@ -172,7 +172,7 @@ with er.resume(model=model, ckpt_dir="checkpoints", run_id="job", node_name="a")
 def test_standby_whose_first_world_ends_in_the_restore_goes_on_in_the_next(tmp_path: Path) -> None:
     """It has begun no generation that it could leave."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RESTART_COUNT": "0"}
-    standby = {"ELASTIC_RESUME_STANDBY": "1", "ELASTIC_RESUME_FAILPOINTS": "resume.planned=do:end-world"}
+    standby = {"ELASTIC_RESUME_EARLY_START": "1", "ELASTIC_RESUME_FAILPOINTS": "resume.planned=do:end-world"}
     for more, words, expected in (({}, ["train"], "0 0"), (standby, [], "2 1")):
         command = [sys.executable, "-c", RESTORE, *words]
         done = subprocess.run(

@@ -38,13 +38,24 @@ import pytest
 
 _OWNERS = "../integration/test_checkpoint_dir.py::test_"  # without those that mount: a killed one leaves it
 _ARGUMENTS = "../integration/test_earlier_start.py::test_script_arguments_file_"
+_LOCK = "../integration/test_dir_lock.py::test_"
+_LOCK_TESTS = (  # without the job, which takes long, and the loop of kills
+    "second_process_is_refused_until_the_first_releases",
+    "directory_of_a_killed_owner_is_taken_over",
+    "directory_of_a_reused_process_number_is_taken_over",
+    "directory_of_a_lost_machine_is_taken_over_after_its_lease",
+    "suspended_owner_that_was_replaced_ends_before_it_writes",
+    "suspended_owner_ends_though_its_successor_has_gone",
+    "stopped_owner_of_this_machine_keeps_its_directory",
+    "lease_that_a_crash_has_cut_is_taken_over",
+)
 TESTS = {
     "elastic_resume/slots": "slots capture/test_snapshotter.py restore/test_warm_memory.py",
     "elastic_resume/checkpoint": "checkpoint slots/test_committer.py",
     "elastic_resume/checkpoint/node_dir": f"{_OWNERS}claim_names_present_owner"
     f" {_OWNERS}second_claim_by_owner_is_usage_error {_OWNERS}forked_child_cannot_release_lock"
     f" {_ARGUMENTS}drops_oversized_arguments {_ARGUMENTS}masks_secrets",
-    "elastic_resume/checkpoint/dir_lock": "../integration/test_dir_lock.py",
+    "elastic_resume/checkpoint/dir_lock": " ".join(f"{_LOCK}{name}" for name in _LOCK_TESTS),
     "elastic_resume/rendezvous/net": "rendezvous/net",
     "elastic_resume/shared_page": "slots agent/workers/test_lease_page.py",
     "elastic_resume/local_socket": "agent/workers/test_worker_request.py slots/test_ipc.py",

@@ -56,6 +56,23 @@ IMPURE = frozenset(
 )
 MAX_FUNCTION_LINES = 70
 MAX_MODULE_LINES = 800
+# For each mechanism: its words, and the files beside its own and the registry that use them. The kinds of
+# failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted.
+MECHANISM_WORDS = {
+    "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
+    "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
+    "hangs": (
+        r"hang[-_ ]?detector|stack[-_ ]?dump|hang[-_]timeout",
+        {"slots/progress_page.py", "training/heartbeat.py"},
+    ),
+    "on_event": (r"\bon[-_]event\b|notifier", {"launching/launcher.py"}),
+    "preemption": (r"preemption", {"testing/cluster.py", "testing/faults.py"}),
+    "replicas": (r"digester|replicas-differ", set()),
+    "slow_ranks": (r"\bslow[-_ ]?rank|straggler", {"testing/fault_runner.py", "testing/faults.py"}),
+    "standbys": (r"standby", set()),
+    "unreachable_peers": (r"unreachable[-_ ]?peer|peer[-_ ]?probe", {"rendezvous/core/leader.py"}),
+}
+MAX_FILES_OUTSIDE = 3
 # Private words of former versions; CHANGELOG.md has the standard words.
 RETIRED = frozenset(
     "zygote brood tidings nursery mishap mishaps bury buried elders heed heeded".split()  # noqa: SIM905
@@ -188,6 +205,29 @@ def test_decision_of_views_uses_no_time_link_or_setting(modules: list[Module]) -
     assert not any(name.startswith(core) for name in world.imports)
     words = {word for module in (sequence, world) for word in module.words}
     assert {word for word in words if word.endswith(("_at", "_s", "settings", "link"))} == set()
+
+
+def test_mechanism_is_named_in_three_files_outside_of_its_package() -> None:
+    """In code, texts, comments and docstrings: who takes a mechanism out finds the rest of it there."""
+    registry = "mechanisms/registry.py"
+    texts = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text()
+        for path in PACKAGE.rglob("*")
+        if path.suffix in {".py", ".j2", ".css"}
+    }
+    packages = {
+        path.split("/")[1] for path in texts if path.startswith("mechanisms/") and path.count("/") > 1
+    }
+    found = {}
+    for mechanism, (words, _) in MECHANISM_WORDS.items():
+        package = f"mechanisms/{mechanism}/"
+        pattern = re.compile(rf"{words}|mechanisms\.{mechanism}\b", re.IGNORECASE)
+        named = {path for path, text in texts.items() if pattern.search(text)}
+        found[mechanism] = {path for path in named if not path.startswith(package)}
+    expected = {mechanism: {registry, *files} for mechanism, (_, files) in MECHANISM_WORDS.items()}
+    assert MECHANISM_WORDS.keys() == packages
+    assert found == expected
+    assert max(map(len, expected.values())) <= MAX_FILES_OUTSIDE
 
 
 def test_only_atomic_io_makes_files_durable(modules: list[Module]) -> None:

@@ -51,7 +51,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # scripts must not import the modules of this directory
 
 from elastic_resume.agent.workers import children, run_main, script_imports, supervisor, worker_request
-from elastic_resume.constants import EXIT_NO_STANDBY
+from elastic_resume.constants import EXIT_NEEDS_GENERATION
 
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
 # 1.8 s.
@@ -69,7 +69,7 @@ FORK_TEST_TIMEOUT_S = 10.0
 FIRST_START_S, START_S = 2.0, 0.5
 MADV_COLLAPSE = 25  # from linux/mman.h, of Linux 6.1
 HUGE_PAGE_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-# torchelastic's variables that a standby lacks.
+# torchelastic's variables that a worker lacks which starts early.
 VARIABLES_OF_A_GENERATION = frozenset(
     b"RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE"
     b" MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
@@ -504,18 +504,18 @@ def become_worker(request: WorkerRequest) -> list[str]:
     if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
         torch.default_generator.seed()
     sys.modules[EXIT_MODULE].install_startup_hook()
-    if supervisor.ENV_STANDBY in os.environ:
+    if supervisor.ENV_EARLY_START in os.environ:
         variables: Any = os.environ
-        os.environb._data = variables._data = _StandbyVariables(variables._data)  # type: ignore[attr-defined]  # noqa: SLF001
+        os.environb._data = variables._data = _EarlyVariables(variables._data)  # type: ignore[attr-defined]  # noqa: SLF001
     return command
 
 
-class _StandbyVariables(dict[bytes, bytes]):
-    """The environment of a standby, which ends when its script reads what only a generation decides."""
+class _EarlyVariables(dict[bytes, bytes]):
+    """The environment of a worker that starts early. It exits if it reads what a generation decides."""
 
     def __missing__(self, name: bytes) -> bytes:
         # While the worker resumes, it replaces the environment by that of its generation.
-        if name in VARIABLES_OF_A_GENERATION and supervisor.ENV_STANDBY.encode() in self:
+        if name in VARIABLES_OF_A_GENERATION and supervisor.ENV_EARLY_START.encode() in self:
             frame = sys._getframe(1)  # noqa: SLF001
             while frame.f_back is not None and frame.f_globals.get("__name__") in {"os", "collections.abc"}:
                 frame = frame.f_back
@@ -525,7 +525,7 @@ class _StandbyVariables(dict[bytes, bytes]):
                 f"before its node joins; the other nodes wait for it. Read {variable} after er.resume().\n"
             )
             os.write(2, message.encode())
-            os._exit(EXIT_NO_STANDBY)
+            os._exit(EXIT_NEEDS_GENERATION)
         raise KeyError(name)
 
 

@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = os.environ.pop(ENV_MAX_RESTARTS)
     connection = request_worker(os.environ.pop(ENV_FORK_SERVER, None), command, mask)
     if connection is None:
-        if supervisor.ENV_STANDBY in os.environ:
+        if supervisor.ENV_EARLY_START in os.environ:
             os._exit(1)  # its node starts workers in the usual way
         connection = start_cold(command, mask)
     exit_like_worker(forward_until_exit(connection, forwarded, mask))
@@ -127,7 +127,7 @@ def request_worker(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         connection = None
-        if worker_request.ENV_PARKED in os.environ and supervisor.ENV_STANDBY not in os.environ:
+        if worker_request.ENV_PARKED in os.environ and supervisor.ENV_EARLY_START not in os.environ:
             parked = worker_request.read_parked_address(os.environ[ENV_LOCAL_RANK])
             connection = worker_request.send(parked, request, kills_if_stopped=True)
         if connection is None and fork_server is not None:

@@ -31,8 +31,7 @@ class LeasePage:
         self._descriptor = linux.create_anonymous_file("elastic_resume-lease")
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
         self._page = SharedPage(self._descriptor, mmap.PAGESIZE, SECONDS)
-        # torchelastic passes no descriptors on, so supervisors open this name. It ends with the agent.
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.path = linux.name_descriptor(self._descriptor)
         self.set(-math.inf)
 
     def set(self, until: float) -> None:

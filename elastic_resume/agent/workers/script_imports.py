@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from elastic_resume.agent.workers import children, supervisor, worker_request
-from elastic_resume.constants import ENV_NEW_PROCESS, EXIT_NO_STANDBY
+from elastic_resume.constants import ENV_NEW_PROCESS, EXIT_NEEDS_GENERATION
 
 # What torch and the libraries below it read when they are imported. PYTHON… and LD_… act on new processes
 # only, whoever sets them. CUDA_…, NCCL_… and GLOO_… are read later, where they are used.
@@ -140,14 +140,14 @@ class _HiddenPackages:
 
     def _start_again(self, changed: list[str]) -> None:
         """Execute this worker's command, with the environment, directory and umask of its start."""
-        if supervisor.ENV_STANDBY in os.environ:
+        if supervisor.ENV_EARLY_START in os.environ:
             message = (
                 f"elastic_resume: the script sets {', '.join(changed)}, which torch reads at its import, so "
                 "this worker cannot start before its node joins; the other nodes wait for it. Set variables "
                 "where the command runs.\n"
             )
             os.write(2, message.encode())
-            os._exit(EXIT_NO_STANDBY)
+            os._exit(EXIT_NEEDS_GENERATION)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

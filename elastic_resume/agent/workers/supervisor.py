@@ -23,8 +23,8 @@ A generation is over when the lease has ended, or when a signal arrives after a 
 other signal means a drain. Then SIGTERM goes to the worker alone, because it may need its DataLoader workers
 and subprocesses to save. They are killed after the worker.
 
-A standby runs the script up to `er.resume()` before its node joins a view. It belongs to no generation and
-writes no events. A launcher shim that connects early waits until the worker has parked.
+A worker that starts early runs the script up to `er.resume()` before its node joins a view. It belongs to no
+generation and writes no events. A launcher shim that connects early waits until the worker has parked.
 
 Invariants:
 
@@ -74,7 +74,7 @@ ENV_LOCAL_RANK = worker_events.ENV_LOCAL_RANK
 ENV_GRACE = "ELASTIC_RESUME_GRACE"
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
-ENV_STANDBY = "ELASTIC_RESUME_STANDBY"
+ENV_EARLY_START = "ELASTIC_RESUME_EARLY_START"
 ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"
 
@@ -169,7 +169,7 @@ PARKING = "parking"  # the generation is over, and the worker was asked to park
 COPYING = "copying"  # the generation is over, and the worker may finish the copy of its last step
 PARKED = "parked"  # the launcher shim stays until torchelastic stops it
 WAITING = "waiting"  # parked, for the next launcher shim
-STANDBY = "standby"  # starts before its node joins; belongs to no generation
+STARTING = "starting"  # early, before its first generation
 KILLING = "killing"
 
 TRANSITIONS = {  # (state, event): (next state, what is done); every other event leaves the state as it is
@@ -186,8 +186,8 @@ TRANSITIONS = {  # (state, event): (next state, what is done); every other event
     (COPYING, "late"): (KILLING, ""),
     (PARKED, "signal"): (WAITING, "release"),
     (WAITING, "resumed"): (RUNNING, ""),
-    (STANDBY, "parked"): (WAITING, "release"),
-    (STANDBY, "signal"): (KILLING, ""),
+    (STARTING, "parked"): (WAITING, "release"),
+    (STARTING, "signal"): (KILLING, ""),
 }
 KILLING_EVENTS = {"shim ended", "agent ended", "refused"}  # in every state
 
@@ -212,9 +212,9 @@ def find_event(
     """Return the event that changes a state, other than messages; an empty text if nothing does."""
     if state in {RUNNING, STOPPING} and is_over:
         return "over, can park" if is_restartable and has_lease else "over"
-    if state in {PARKING, PARKED, WAITING, STANDBY} and not has_agent:
+    if state in {PARKING, PARKED, WAITING, STARTING} and not has_agent:
         return "agent ended"
-    if state in {PARKING, STANDBY} and is_parked:
+    if state in {PARKING, STARTING} and is_parked:
         return "parked"
     if state == PARKED and stop_requested:
         return "signal"
@@ -249,8 +249,8 @@ class WorkerSupervisor:
             self._poll.register(link.socket, select.POLLIN)
         self._state, self._deadline = RUNNING, INFINITY
         self._begin_generation(connection, lease, copy_monitor)
-        if ENV_STANDBY in os.environ:
-            self._state = STANDBY
+        if ENV_EARLY_START in os.environ:
+            self._state = STARTING
             self._listener = worker_request.listen_parked(os.environ[ENV_LOCAL_RANK])
 
     def _begin_generation(
@@ -395,10 +395,10 @@ class WorkerSupervisor:
         if not signal_number:
             self._poll.unregister(self._connection)
             self._handle("shim ended", now_s())
-        elif self._state == STANDBY or not self._is_over():
+        elif self._state == STARTING or not self._is_over():
             self._handle("signal", now_s())
 
-    # ---- parked, or a standby ------------------------------------------------------------------------
+    # ---- parked --------------------------------------------------------------------------------------
 
     def _handle_next_shim(self, listener: "_socket.socket") -> None:
         """Have the worker resume in the generation of the launcher shim that connects."""

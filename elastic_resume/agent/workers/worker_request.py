@@ -88,8 +88,8 @@ def send(
 ) -> "_socket.socket | None":
     """Send a request; return the connection to the worker's supervisor, or None if there is no worker.
 
-    The supervisor of a standby answers late. If ``kills_if_stopped``, one that was stopped by a signal is
-    killed, and the kernel kills its worker.
+    The supervisor of a worker that has not parked yet answers late. If ``kills_if_stopped``, a supervisor
+    that was stopped by a signal is killed, and the kernel kills its worker.
     """
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     try:

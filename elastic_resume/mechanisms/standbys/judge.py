@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from elastic_resume.constants import EXIT_NO_STANDBY
+from elastic_resume.constants import EXIT_NEEDS_GENERATION
 from elastic_resume.events import Event, get_count, get_seconds
 from elastic_resume.mechanisms.mechanism import decode_body
 from elastic_resume.policy.wording import name_ranks
@@ -88,7 +88,7 @@ def describe_start(ranks: Sequence[int], kept: Sequence[int], start_s: float) ->
 def describe_failure(local_rank: int, exit_code: int) -> str:
     """Return the line of a node whose worker could not start before the node joined."""
     why = f"it was killed by signal {-exit_code}" if exit_code < 0 else f"it ended with exit code {exit_code}"
-    if exit_code == EXIT_NO_STANDBY:
+    if exit_code == EXIT_NEEDS_GENERATION:
         why = "no worker can start ahead, as its own line above says"
     return (
         f"local rank {local_rank} did not reach er.resume() before this node joined: {why}. Until this agent "

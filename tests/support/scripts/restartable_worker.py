@@ -43,7 +43,7 @@ def resume(message: bytes) -> None:
     os.environ.update(json.loads(environ))
 
 
-if "ELASTIC_RESUME_STANDBY" in os.environ:
+if "ELASTIC_RESUME_EARLY_START" in os.environ:
     ready = directory / f"{node}-ready"
     while not ready.exists():
         time.sleep(0.01)

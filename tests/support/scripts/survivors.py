@@ -79,7 +79,7 @@ class Job:
             "optimizer": {"g": self.generator_optimizer, "d": self.discriminator_optimizer},
         }
         self.values = er.RankValues(self.losses)
-        while constants.ENV_STANDBY in os.environ and not (self.directory / "start").exists():
+        while constants.ENV_EARLY_START in os.environ and not (self.directory / "start").exists():
             time.sleep(0.01)
         self.run = er.resume(**self.tracked, data=data, track={"losses": self.values})
 

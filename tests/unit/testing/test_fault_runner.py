@@ -13,9 +13,10 @@ import pytest
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import UsageError
 from elastic_resume.failpoints import FailpointController
+from elastic_resume.testing import fault_runner
 from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.fault_runner import ARMED, DONE, WAITING, FaultInjector
-from elastic_resume.testing.faults import Fault
+from elastic_resume.testing.faults import KINDS, NODE, Fault
 from elastic_resume.testing.virtual_network import NodePair
 
 
@@ -118,6 +119,17 @@ def start_injector(nodes: Nodes, *faults: Fault) -> FaultInjector:
     injector = FaultInjector(cast("Cluster", nodes), faults)
     injector.poll()
     return injector
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_kind_has_one_way_to_happen(what: str) -> None:
+    """A process does it to itself, one call does it to a node, or the runner has functions for it."""
+    kind = KINDS[what]
+    by_runner = [what in fault_runner._INJECT_FUNCTIONS, what in fault_runner._LASTING_FAULTS]
+    assert sum([kind.in_process, kind.method != "", *by_runner]) == 1
+    if kind.method:
+        assert kind.target == NODE
+        assert callable(getattr(Cluster, kind.method))
 
 
 def test_slow_rank_delays_each_step_until_its_end(nodes: Nodes, clock: Clock) -> None:

@@ -125,7 +125,7 @@ def test_startup_hook_of_a_standby_reads_no_rank(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delenv("RANK", raising=False)
     variables: Any = os.environ
-    of_standby = forkserver._StandbyVariables(variables._data)
+    of_standby = forkserver._EarlyVariables(variables._data)
     monkeypatch.setattr(variables, "_data", of_standby)
-    monkeypatch.setenv(constants.ENV_STANDBY, "1")
+    monkeypatch.setenv(constants.ENV_EARLY_START, "1")
     worker_exit.install_startup_hook()

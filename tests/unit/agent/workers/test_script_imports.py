@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from elastic_resume.agent.workers import children, forkserver_manager, script_imports, worker_request
-from elastic_resume.constants import ENV_NEW_PROCESS, ENV_STANDBY, EXIT_NO_STANDBY
+from elastic_resume.constants import ENV_EARLY_START, ENV_NEW_PROCESS, EXIT_NEEDS_GENERATION
 
 KILL_ALL = children.kill_all
 
@@ -153,12 +153,12 @@ def test_standby_ends(
     def end(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setenv(ENV_STANDBY, "1")
+    monkeypatch.setenv(ENV_EARLY_START, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "31")
     monkeypatch.setattr(os, "_exit", end)
     with pytest.raises(SystemExit) as ended:
         import loaded  # noqa: F401, PLC0415
-    assert ended.value.code == EXIT_NO_STANDBY
+    assert ended.value.code == EXIT_NEEDS_GENERATION
     assert "the script sets OMP_NUM_THREADS, which torch reads at its import" in capfd.readouterr().err
     assert not package
 

@@ -114,12 +114,12 @@ QUIET = {  # of a worker that goes on
         (
             {"has_agent": False, "is_parked": True, "is_late": True},
             {
-                **dict.fromkeys(["parking", "parked", "waiting", "standby"], "agent ended"),
+                **dict.fromkeys(["parking", "parked", "waiting", "starting"], "agent ended"),
                 **dict.fromkeys(["stopping", "copying"], "late"),
             },
         ),
-        ({"is_parked": True}, {"parking": "parked", "standby": "parked"}),
-        ({"is_parked": True, "is_restartable": False}, {"parking": "parked", "standby": "parked"}),
+        ({"is_parked": True}, {"parking": "parked", "starting": "parked"}),
+        ({"is_parked": True, "is_restartable": False}, {"parking": "parked", "starting": "parked"}),
         ({"stop_requested": True}, {"parked": "signal"}),
         ({"is_copying": False}, {"copying": "copied"}),
         (
@@ -136,18 +136,18 @@ def test_events_are_found_in_their_states_only(facts: dict[str, bool], events: d
 
 @pytest.mark.parametrize("state", sorted(STATES))
 def test_no_state_outlives_agent_or_launcher_shim(state: str) -> None:
-    """And nothing comes after the kill. A standby that is stopped has no step to save."""
+    """And nothing comes after the kill. A worker that starts early has no step to save."""
     for event in supervisor.KILLING_EVENTS:
         assert supervisor.find_transition(state, event) == ("killing", "")
     assert {supervisor.find_transition("killing", event) for event in EVENTS} == {("killing", "")}
-    assert supervisor.find_transition("standby", "signal") == ("killing", "")
-    assert supervisor.find_transition("standby", "parked") == ("waiting", "release")
+    assert supervisor.find_transition("starting", "signal") == ("killing", "")
+    assert supervisor.find_transition("starting", "parked") == ("waiting", "release")
 
 
 def test_states_that_wait_for_a_worker_have_an_end() -> None:
     """A running worker has its lease; a parked one waits for its agent."""
     ends = {state for state, event in supervisor.TRANSITIONS if event == "late"}
-    assert ends == STATES - {"running", "parked", "waiting", "standby", "killing"}
+    assert ends == STATES - {"running", "parked", "waiting", "starting", "killing"}
 
 
 # ---- what it reads and writes ----------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_node_joins_when_all_missing_workers_have_parked(
     node.wait_for_shims("0", "2")
     environ = dict(line.partition("=")[::2] for line in (node.directory / "env-2").read_text().splitlines())
     assert environ.keys().isdisjoint(torchelastic.GENERATION_VARIABLES)
-    expected = {constants.ENV_STANDBY: "1", constants.ENV_STATE_BYTES: str(1 << 30)}
+    expected = {constants.ENV_EARLY_START: "1", constants.ENV_STATE_BYTES: str(1 << 30)}
     expected |= {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "job"}
     assert environ == environ | expected
     assert (node.begun, node.has_ended.is_set()) == (1, False)
@@ -147,7 +147,7 @@ def test_view_that_needs_the_node_waits_for_the_supervisors_of_standbys(
 @pytest.mark.parametrize(
     ("exit_status", "why"),
     [
-        (f"exit {constants.EXIT_NO_STANDBY}", "no worker can start ahead, as its own line above says"),
+        (f"exit {constants.EXIT_NEEDS_GENERATION}", "no worker can start ahead, as its own line above says"),
         ("exit 1", "it ended with exit code 1"),
         ("kill -9 $$$$", "it was killed by signal 9"),
     ],
