@@ -389,7 +389,7 @@ class Model:
         for ballot in state.ballots:
             yield from self.receive(state, ballot)
             if not ballot.value and self.leads(state.nodes, ballot):
-                for value, waits in sorted(self.proposals(state, ballot)):
+                for value, waits in sorted({choice[:2] for choice in self.proposals(state, ballot)}):
                     what: tuple[Any, ...] = (
                         "proposal in ballot",
                         ballot.number,
@@ -611,20 +611,26 @@ class Model:
                 continue
             held = node.held | 1 << join.node | join.held
             changed = node._replace(held=held, taken=node.taken | join.taken)
+            changes = {(changed, False)}  # the second: only after the window of the leader
             if join.accepted > node.accepted and self.config.handed_accepted:
-                changed = changed._replace(accepted=join.accepted, value=join.value)
-            what, after = self.step(state, i, changed, "has got the vote of", (join.node, join.life))
-            if ballot.plain >> i & 1 and node.accepted == ballot.number:
-                counted = ballot._replace(plain=ballot.plain | held, cast=ballot.cast | changed.taken)
-                after = after._replace(ballots=self.put(state, counted))
-            yield what, after
+                free = () if ballot.value else self.proposals(state, ballot)
+                changes = {(changed, waits) for _, waits, forced in free if not forced}
+                changes.add((changed._replace(accepted=join.accepted, value=join.value), False))
+            for change, waits in sorted(changes):
+                before = state._replace(free=self.freed(state, ballot.world)) if waits else state
+                what, after = self.step(before, i, change, "has got the vote of", (join.node, join.life))
+                if ballot.plain >> i & 1 and node.accepted == ballot.number:
+                    counted = ballot._replace(plain=ballot.plain | held, cast=ballot.cast | change.taken)
+                    after = after._replace(ballots=self.put(state, counted))
+                yield what, after
 
-    def proposals(self, state: State, ballot: Ballot) -> set[tuple[int, bool]]:
+    def proposals(self, state: State, ballot: Ballot) -> set[tuple[int, bool, bool]]:
         """Return what the owner of a ballot may propose, for whichever joins it has read.
 
-        The second tells whether the leader needs the end of its window for it.
+        The second tells whether the leader needs the end of its window for it, the third whether it has to be
+        this, because it may be decided.
         """
-        result: set[tuple[int, bool]] = set()
+        result: set[tuple[int, bool, bool]] = set()
         world = self.worlds[ballot.world]
         for joins in chain.from_iterable(combinations(ballot.joins, n + 1) for n in range(len(ballot.joins))):
             counted = self.personal(state.nodes, ballot, joins)
@@ -659,7 +665,7 @@ class Model:
                     )
                 )
             values = [value] if forced else self.new_values(state, ballot, joins)
-            result.update((value, waits) for value in values)
+            result.update((value, waits, forced) for value in values)
         return result
 
     def new_values(self, state: State, ballot: Ballot, joins: tuple[Join, ...]) -> Iterator[int]:

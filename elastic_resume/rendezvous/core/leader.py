@@ -162,7 +162,8 @@ class Leader(Role):
         self.proposer.add_vote(peer.incarnation, vote)
         self.view_change.reevaluate()
         is_given = peer.is_leaving and not self.state.is_leaving
-        if is_given and self.proposer.take_over(peer.incarnation, vote):
+        quorum = self.view_change.find_quorum(self.proposer.cast)
+        if is_given and self.proposer.take_over(peer.incarnation, vote, quorum):
             self.handed_votes.append(peer)
 
     def _handle_fail_job(self, _: Peer, message: messages.FailJob) -> None:

@@ -259,8 +259,13 @@ class Proposer:
         if key and self._is_current(vote) and key not in self.accepts:  # the vote accepted with stays
             self.cast[key] = voter, vote
 
-    def take_over(self, giver: Incarnation, vote: Vote) -> bool:
-        """Take over a vote that a node hands to this one as it leaves; return whether it is new."""
+    def take_over(self, giver: Incarnation, vote: Vote, quorum: CastVotes | None) -> bool:
+        """Take over a vote that a node hands to this one as it leaves; return whether it is new.
+
+        `quorum` has the votes of this ballot if they are one. If they leave this ballot free to propose
+        anything, no earlier proposal can be decided any more, and what the giver has accepted is void. Else
+        this node's disk would answer with it for all that have left: a view with the giver would be decided.
+        """
         acceptor = self.acceptor
         if (
             not self._is_current(vote)
@@ -270,6 +275,8 @@ class Proposer:
             or not (acceptor.view.members and acceptor.is_voter)
         ):
             return False
+        if self.proposal is None and quorum is not None and self.find_proposal_to_repeat(quorum) is None:
+            vote = replace(vote, accepted=None)
         acceptor.take_over(giver, vote)
         return True
 

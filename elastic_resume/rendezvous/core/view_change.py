@@ -110,7 +110,8 @@ class ViewChange:
         cannot_take = heir in self.state.contacts.ended or has_followed
         return RequestVote(self.proposer.slot, self.proposer.ballot, cannot_take)
 
-    def _find_quorum(self, votes: CastVotes) -> CastVotes | None:
+    def find_quorum(self, votes: CastVotes) -> CastVotes | None:
+        """Return the votes that count if they are a quorum, else None."""
         return self.state.contacts.find_quorum(votes, self._find_replaced_nodes)
 
     def list_statuses(self) -> dict[Incarnation, WorkersStatus]:
@@ -143,7 +144,7 @@ class ViewChange:
         if proposer.proposal or self.state.now < self.evaluate_at:
             return
         self.evaluate_at, self.proposed_at = float("inf"), self.state.now
-        votes = self._find_quorum(proposer.cast)
+        votes = self.find_quorum(proposer.cast)
         if votes is not None:
             earlier = proposer.find_proposal_to_repeat(votes)
             if earlier:
@@ -245,7 +246,7 @@ class ViewChange:
         """Return whether a quorum has accepted the proposal, and all members have received it or are lost."""
         if self.proposer.proposal is None or self.awaiting:
             return False
-        return self._find_quorum(self.proposer.get_accepted()) is not None
+        return self.find_quorum(self.proposer.get_accepted()) is not None
 
     def is_stalled(self) -> bool:
         """Return whether a proposal has waited for so long that its ballot may never decide it.

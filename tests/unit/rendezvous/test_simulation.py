@@ -68,6 +68,22 @@ def test_node_that_joins_after_it_was_asked_to_leave_is_in_no_view() -> None:
         assert not result.violations, result
 
 
+def test_leader_that_leaves_with_a_view_that_it_alone_has_accepted_blocks_nobody() -> None:
+    """It has accepted a view with itself, which the node that stays must not decide with its vote.
+
+    These seeds found it: nodes leave one after the other, the leader last, while it writes that view.
+    """
+    nodes = (*map(NodeSpec, "abcde"), *(NodeSpec(f"z{index}", start_s=12 + index) for index in range(3)))
+    settings = RendezvousSettings(("a", "b"), min_nodes=2, max_nodes=5, is_strict=True)
+    job = JobSpec(nodes, settings, stays_away=tuple("acde"), must_continue=True)
+    faults = tuple(
+        Fault(Trigger(8.7 + 0.02 * place), "leave", (name,), 1e9) for place, name in enumerate("edca")
+    )
+    for seed in (61, 100):
+        result = run_schedule(Schedule(seed, kinds.LEAVERS, job, faults))
+        assert not result.violations, result
+
+
 def test_node_that_leaves_hands_its_vote_over_whatever_the_node_timeout_is() -> None:
     """It calls its successor before that leads, and again when it has announced itself."""
     nodes = NodeSpec("a"), NodeSpec("b", order=1)
