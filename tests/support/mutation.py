@@ -57,7 +57,7 @@ TESTS = {
     f" {_ARGUMENTS}drops_oversized_arguments {_ARGUMENTS}masks_secrets",
     "elastic_resume/checkpoint/dir_lock": " ".join(f"{_LOCK}{name}" for name in _LOCK_TESTS),
     "elastic_resume/rendezvous/net": "rendezvous/net",
-    "elastic_resume/shared_page": "slots agent/workers/test_lease_page.py",
+    "elastic_resume/shared_page": "test_shared_page.py slots agent/workers/test_lease_page.py",
     "elastic_resume/local_socket": "agent/workers/test_worker_request.py slots/test_ipc.py",
     "elastic_resume/agent/workers": "agent/workers mechanisms/standbys ../integration/test_launcher_shim.py",
     "elastic_resume/state": "state",

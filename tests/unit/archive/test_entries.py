@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.archives import PART_BYTES, make_whole_manifest
 from tests.support.checkpoint_samples import RUN, make_image
 
 ATTEMPT = entries.make_attempt_id((1, 5), "0123456789abcdef")
+OTHER_STEP = entries.make_attempt_id((1, 6), "0" * 8)
 BEST, GOOD = Milestone("best", -0.25), Milestone("good")
 HEADER = EntryHeader(ATTEMPT, PART_BYTES, ATTEMPT, 0, (1, 5, 0), (BEST, GOOD))
 MANIFEST = make_whole_manifest(make_image(), 1, 5)
@@ -53,44 +55,89 @@ def test_flipped_bit_never_changes_what_is_read(offset: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "error", "words"),
     [
-        ({"kind": "other"}, ForeignError),
-        ({"format": 2}, NewerFormatError),
-        ({"format": 2, "attempt": None, "unknown": 1}, NewerFormatError),
-        ({"format": 0}, CorruptError),
-        ({"format": True}, CorruptError),
-        ({"attempt": "../../other"}, CorruptError),
-        ({"attempt": entries.make_attempt_id((1, 6), "0" * 8)}, CorruptError),
-        ({"part_bytes": 0}, CorruptError),
-        ({"part_bytes": PART_BYTES + 1}, CorruptError),
-        ({"part_bytes": True}, CorruptError),
-        ({"parts": "../../other"}, CorruptError),
-        ({"parts": entries.make_attempt_id((1, 6), "0" * 8)}, CorruptError),
-        ({"epoch": 1}, CorruptError),
-        ({"epoch": -1}, CorruptError),
-        ({"epoch": None}, CorruptError),
-        ({"newest": [1, 4, 0]}, CorruptError),
-        ({"newest": [1, 5]}, CorruptError),
-        ({"newest": [1, 5, "0"]}, CorruptError),
-        ({"newest": "new"}, CorruptError),
-        ({"history": "good 1-5"}, CorruptError),
-        ({"history": 1}, CorruptError),
-        ({"milestones": ["best"]}, CorruptError),
-        ({"milestones": {"a/b": None}}, CorruptError),
-        ({"milestones": {"a" * 65: None}}, CorruptError),
-        ({"milestones": {"a": "1"}}, CorruptError),
-        ({"milestones": {str(n): None for n in range(40)}}, CorruptError),
-        ({"milestones": {f"m{n}": None for n in range(40)}}, CorruptError),
-        ({"unknown": 1}, CorruptError),
+        ({"kind": "other"}, ForeignError, "not one of an archive"),
+        ({"format": 2}, NewerFormatError, "format 2; this elastic_resume reads up to 1"),
+        ({"format": 2, "attempt": None, "unknown": 1}, NewerFormatError, "format 2"),
+        ({"format": 0}, CorruptError, "impossible format 0"),
+        ({"format": True}, CorruptError, "impossible format True"),
+        ({"attempt": "../../other"}, CorruptError, "attempt is '../../other', not an id"),
+        ({"attempt": 5}, CorruptError, "attempt is 5, not an id"),
+        ({"attempt": OTHER_STEP}, CorruptError, "of another step than the attempt"),
+        (
+            {"attempt": OTHER_STEP, "parts": OTHER_STEP, "newest": [1, 6, 0]},
+            CorruptError,
+            "not of the attempt",
+        ),
+        ({"part_bytes": 0}, CorruptError, "part_bytes is 0"),
+        ({"part_bytes": PART_BYTES + 1}, CorruptError, "are no whole blocks"),
+        ({"part_bytes": True}, CorruptError, "part_bytes is True"),
+        ({"part_bytes": "8"}, CorruptError, "part_bytes is '8'"),
+        ({"parts": "../../other"}, CorruptError, "parts is '../../other', not an id"),
+        ({"parts": OTHER_STEP}, CorruptError, "of another step than the attempt"),
+        ({"epoch": 1, "newest": [1, 5, 1]}, CorruptError, "its epoch is 1, and its manifest's 0"),
+        ({"epoch": -1}, CorruptError, "epoch is -1"),
+        ({"epoch": 1 << 53}, CorruptError, f"epoch is {1 << 53}, not a number"),
+        ({"epoch": None}, CorruptError, "epoch is None"),
+        ({"newest": [1, 4, 0]}, CorruptError, "not that of a log with this entry"),
+        ({"newest": [1, 5]}, CorruptError, "not that of a log with this entry"),
+        ({"newest": [1, 5, 0, 0]}, CorruptError, "not that of a log with this entry"),
+        ({"newest": [1, 5, "0"]}, CorruptError, "not that of a log with this entry"),
+        ({"newest": "new"}, CorruptError, "not that of a log with this entry"),
+        ({"newest": 5}, CorruptError, "not that of a log with this entry"),
+        ({"history": "good 1-5"}, CorruptError, "and its manifest's another one"),
+        ({"history": "g" * (entries.MAX_HISTORY_CHARS + 1)}, CorruptError, "not a request and a step"),
+        ({"history": 1}, CorruptError, "history is 1"),
+        ({"milestones": ["best"]}, CorruptError, "of a wrong type"),
+        ({"milestones": {"a/b": None}}, CorruptError, "a milestone is 'a/b'"),
+        ({"milestones": {"a" * 65: None}}, CorruptError, "not a name"),
+        ({"milestones": {"a": "1"}}, CorruptError, "a metric is '1'"),
+        ({"milestones": {str(n): None for n in range(40)}}, CorruptError, "not a name"),
+        ({"milestones": {f"m{n}": None for n in range(40)}}, CorruptError, "more than 32 milestones"),
+        ({"unknown": 1}, CorruptError, "missing, unknown or of a wrong type"),
     ],
 )
-def test_wrong_member_is_refused(change: dict[str, object], error: type[CheckpointError]) -> None:
-    """Each with the class that says what to do."""
+def test_wrong_member_is_refused(change: dict[str, object], error: type[CheckpointError], words: str) -> None:
+    """Each with the class that says what to do, and the member."""
     line, _, rest = ENTRY.partition(b"\n")
     changed = json.dumps({**json.loads(line), **change}).encode() + b"\n" + rest
-    with pytest.raises(error):
+    with pytest.raises(error, match=re.escape(words)):
         entries.parse_entry(7, memoryview(changed), RUN)
+
+
+def test_metric_that_is_not_finite_is_neither_read_nor_written() -> None:
+    """JSON has no infinity, but a number may be too large for a float."""
+    changed = ENTRY.replace(b'"best":-0.25', b'"best":1e999')
+    assert changed != ENTRY
+    with pytest.raises(CorruptError, match="a metric is inf"):
+        entries.parse_entry(7, memoryview(changed), RUN)
+    with pytest.raises(ValueError, match="a metric is inf"):
+        entries.encode_header(replace(HEADER, milestones=(Milestone("a", float("inf")),)))
+
+
+def test_entry_of_any_run_is_read_if_none_is_asked_for_and_a_huge_one_never() -> None:
+    """Commands list an archive whose run they do not know."""
+    assert entries.parse_entry(7, memoryview(ENTRY), None).header == HEADER
+    with pytest.raises(CorruptError, match="more than the limit"):
+        entries.parse_entry(7, memoryview(bytes(entries.MAX_ENTRY_BYTES + 1)), RUN)
+
+
+def test_what_is_no_entry_or_id_has_no_version() -> None:
+    """What another version of elastic_resume wrote is told from what is anybody's."""
+    assert entries.begins_as_entry(ENTRY)
+    assert not entries.begins_as_entry(b"{}")
+    assert entries.find_version(ENTRY) == (1, 5)
+    assert entries.find_version(b'{"attempt": 5}\n') is None
+    assert replace(HEADER, attempt="other").version == (0, 0)
+    assert not entries.is_outdated("other", ATTEMPT)
+    with pytest.raises(ValueError, match="is not 8 to 32 hexadecimal digits"):
+        entries.make_attempt_id((1, 5), "nonce")
+
+
+def test_names_that_are_no_milestones_are_not_merged() -> None:
+    """An entry with one could not be read."""
+    assert entries.merge_milestones([BEST], [Milestone("a/b"), GOOD]) == (BEST, GOOD)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +174,12 @@ def test_parts_are_whole_blocks_within_limits(file_bytes: int, block_bytes: int)
         assert -(-file_bytes // part_bytes) <= entries.MAX_PARTS
 
 
+def test_part_is_a_block_at_least() -> None:
+    """Even if one is greater than a store takes: its put fails, and nothing loops over parts of no bytes."""
+    block_bytes = entries.MAX_PART_BYTES + 1
+    assert entries.choose_part_bytes(1, block_bytes) == block_bytes
+
+
 def test_entry_has_room_for_the_most_milestones() -> None:
     """The first ones stay; a longer line could not be read."""
     labels = [Milestone(f"{number:064d}a"[1:], -1.0 / 3 * 10**-300) for number in range(40)]
@@ -159,6 +212,7 @@ def best(metric: float, name: str = "best") -> Milestone:
         ([(1,), (2,), (3,)], 1, [1, 2]),
         # Milestones stay, and do not count.
         ([(1, A), (2, A), (3,), (4,), (5,)], 2, [3]),
+        ([(1,), (2,), (3, A)], 1, [1]),
         # The best of a name stays; the others are like any.
         ([(1, best(0.1)), (2, best(0.9)), (3, best(0.5)), (4,)], 1, [1, 3]),
         ([(1, best(0.5)), (2, best(0.5)), (3,)], 1, [1]),
