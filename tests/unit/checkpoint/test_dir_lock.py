@@ -1,18 +1,24 @@
-"""Which mounts keep locks to one machine."""
+"""Which mounts keep locks to one machine, and the guards of a directory's owner."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.checkpoint import dir_lock
+from elastic_resume.checkpoint import atomic_io, dir_lock
 from elastic_resume.checkpoint.dir_lock import OwnerLease, find_local_lock_option
+from elastic_resume.errors import MachineError
 
 ROOT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro"
 LUSTRE = "90 22 0:51 / /scratch rw,nosuid - lustre 10.0.0.1@tcp:/scratch rw,checksum,{},user_xattr"
@@ -92,3 +98,98 @@ def test_process_of_another_user_has_not_ended() -> None:
         "sys.exit(dir_lock._has_ended(1, '7') or not dir_lock._has_ended(1 << 22, '7'))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- the guards of an owner, each met by the interleaving that it is for ---------------------------------
+
+
+FOREIGN = '{"token": "other", "pid": 1, "start": "1", "machine": "another"}'
+
+
+@pytest.fixture
+def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnerLease]:
+    """Return the lease of an empty directory; whatever happens, this process renews it no more."""
+    monkeypatch.setattr(dir_lock, "SETTLE_S", 0.0)
+    made = OwnerLease(tmp_path)
+    yield made
+    made.release()
+
+
+def test_directory_without_an_owner_is_taken_at_once(lease: OwnerLease, tmp_path: Path) -> None:
+    """Nobody is waited for."""
+    assert lease.try_acquire()
+    lease.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_owner_that_came_before_the_rename_keeps_the_directory(
+    lease: OwnerLease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has acquired between this process's look and its rename. Nothing is left beside its file."""
+    make_name = atomic_io.temporary_name
+
+    def make_name_later(name: str) -> str:
+        (tmp_path / constants.OWNER_LEASE_FILE).write_text(FOREIGN)
+        return make_name(name)
+
+    monkeypatch.setattr(atomic_io, "temporary_name", make_name_later)
+    assert not lease.try_acquire()
+    assert [path.read_text() for path in tmp_path.iterdir()] == [FOREIGN]
+
+
+def test_of_two_that_take_the_directory_the_last_one_owns_it(
+    lease: OwnerLease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has renamed its file while this process let them settle. It gives nothing up."""
+    path = tmp_path / constants.OWNER_LEASE_FILE
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_text(FOREIGN))
+    assert not lease.try_acquire()
+    assert tmp_path not in atomic_io.rename_checks
+    lease.release()
+    assert path.read_text() == FOREIGN
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOLCK])
+def test_released_directory_is_free(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor is closed, and an owner's lease is removed."""
+    monkeypatch.setattr(dir_lock, "SETTLE_S", 0.0)
+    if code:
+        monkeypatch.setattr(fcntl, "flock", fail_with(code))
+    lock = dir_lock.acquire(tmp_path, 0)
+    assert lock is not None
+    assert dir_lock.is_owned(tmp_path)
+    assert (tmp_path / constants.OWNER_LEASE_FILE).exists() == bool(code)
+    lock.release()
+    lock.release()
+    assert not dir_lock.is_owned(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [constants.LOCK_FILE]
+    assert str(tmp_path / constants.LOCK_FILE) not in [file.path for file in psutil.Process().open_files()]
+
+
+def fail_with(code: int) -> Callable[..., None]:
+    """Return a system call that a file system answers with an error."""
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_lock_that_fails_for_another_reason_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken disk is no file system without locks."""
+    monkeypatch.setattr(fcntl, "flock", fail_with(errno.EIO))
+    with pytest.raises(MachineError, match="Input/output error"):
+        dir_lock.acquire(tmp_path, 0)
+    assert not dir_lock.is_owned(tmp_path)
+
+
+def test_lock_of_one_machine_is_told_with_its_mount_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's mounts have no such option, so the search is answered for it."""
+    monkeypatch.setattr(dir_lock, "find_local_lock_option", lambda *_: "nobrl")
+    with open(tmp_path / "lock", "w+b") as file:
+        problem = dir_lock.find_problem(file.fileno(), tmp_path / "lock")
+    assert problem == "the mount option nobrl makes a lock count on one machine only"
