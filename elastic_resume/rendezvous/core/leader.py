@@ -161,10 +161,10 @@ class Leader(Role):
     def _handle_vote(self, peer: Peer, vote: Vote) -> None:
         self.proposer.add_vote(peer.incarnation, vote)
         self.view_change.reevaluate()
-        is_given = peer.is_leaving and not self.state.is_leaving
-        quorum = self.view_change.find_quorum(self.proposer.cast)
-        if is_given and self.proposer.take_over(peer.incarnation, vote, quorum):
-            self.handed_votes.append(peer)
+        if peer.is_leaving and not self.state.is_leaving:
+            quorum = self.view_change.find_quorum(self.proposer.cast)  # not for each vote of thousands
+            if self.proposer.take_over(peer.incarnation, vote, quorum):
+                self.handed_votes.append(peer)
 
     def _handle_fail_job(self, _: Peer, message: messages.FailJob) -> None:
         self.state.job_failure = message.failure
