@@ -87,6 +87,7 @@ with socket.create_connection(address) as client:
     assert (client.recv(100), client.recv(100)) == (b"served", b"")
 thread.close()
 assert not any(other.name == "test-accept" for other in threading.enumerate())
+assert listener.fileno() == -1
 try:
     socket.create_connection(address)
 except ConnectionRefusedError:
@@ -113,7 +114,10 @@ def test_queue_drops_oldest_offers_of_slow_taker_and_those_that_wait_at_the_end(
         assert may_go_on.acquire(timeout=60)
 
     offers = OfferQueue("test", take)
+    before = set(threading.enumerate())
     offers.start()
+    threads = set(threading.enumerate()) - before
+    assert threads
     offers.put(0)
     assert has_begun.acquire(timeout=60)
     for offer in range(1, MAX_OFFERS + 3):
@@ -126,6 +130,7 @@ def test_queue_drops_oldest_offers_of_slow_taker_and_those_that_wait_at_the_end(
     may_go_on.release()
     offers.close()
     assert taken == [0, 3]
+    assert threads.isdisjoint(threading.enumerate())
 
 
 def test_items_are_mapped_in_order_by_threads_that_end_with_the_process() -> None:

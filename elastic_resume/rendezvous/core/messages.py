@@ -129,7 +129,9 @@ class Hello:
     is_twin: bool = False
     """See `interface.PersistentState`."""
     failure_report: FailureReport | None = None
-    """It precedes the status: a leader that leaves for its failure has reported it to itself alone."""
+    """The sender's newest. A leader that leaves because of it has told no other node; so the receiver records
+    it before it handles the status.
+    """
 
 
 @dataclass(frozen=True, slots=True)

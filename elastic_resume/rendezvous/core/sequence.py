@@ -262,9 +262,9 @@ class Proposer:
     def take_over(self, giver: Incarnation, vote: Vote, quorum: CastVotes | None) -> bool:
         """Take over a vote that a node hands to this one as it leaves; return whether it is new.
 
-        `quorum` has the votes of this ballot if they are one. If they leave this ballot free to propose
-        anything, no earlier proposal can be decided any more, and what the giver has accepted is void. Else
-        this node's disk would answer with it for all that have left: a view with the giver would be decided.
+        `quorum` has the votes of this ballot if they suffice, else None. If they allow this node to propose
+        any view, no earlier proposal can be decided any more, and what the giver has accepted is left behind.
+        This node would repeat it otherwise, as if all that have left had accepted it: a view with the giver.
         """
         acceptor = self.acceptor
         if (

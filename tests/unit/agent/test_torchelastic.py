@@ -7,9 +7,12 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock, PropertyMock
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import determine_local_world_size
 
@@ -271,3 +274,20 @@ def test_end_of_a_worker_without_evidence_reaches_other_nodes(code: int, name: s
     message = FailJob(GaveUp("b", RestartsExhausted(failure)))
     line = protocol.encode(Header(1, 1), message)
     assert protocol.decode(line.rstrip())[1] == message
+
+
+@pytest.mark.parametrize("workers", [(2, 1, 3), (1, 4)])
+def test_torchelastic_reads_the_ranks_of_nodes_with_different_numbers_of_workers(
+    workers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of its store are not public: this calls what reads them."""
+    monkeypatch.setenv(torchelastic.ENV_WORKERS_IDENTICAL, "0")
+    agent: Any = object.__new__(LocalElasticAgent)
+    found = []
+    for node, count in enumerate(workers):
+        spec = SimpleNamespace(role="default", local_world_size=count)
+        store = torchelastic._create_rank_store(workers)
+        found += agent._assign_worker_ranks(store, node, len(workers), spec)
+    total = sum(workers)
+    ranks = [(worker.global_rank, worker.role_rank, worker.world_size) for worker in found]
+    assert ranks == [(rank, rank, total) for rank in range(total)]
