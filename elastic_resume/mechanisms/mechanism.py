@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_j
 if TYPE_CHECKING:
     from subprocess import Popen
 
+    from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
     from elastic_resume.policy.failure_classification import Failure
@@ -40,11 +41,38 @@ class StepObserver:
     def watch(self, ddp: DistributedDataParallel) -> None:
         """Note a wrapper of a tracked model; it may be noted before."""
 
-    def end_step(self) -> None:
-        """Note the end of a step."""
+    def end_step(self, step: int) -> None:
+        """Note the end of a step, which is the job's ``step``-th; its snapshot has begun."""
 
     def close(self) -> None:
         """Observe no more."""
+
+
+class WorkerContext(NamedTuple):
+    """What a mechanism's part in a worker works with, in one generation.
+
+    All ranks make their observers at the same time, after the restore, so these may use the collectives.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    generation: int
+    step: int
+    """The step at which the generation begins."""
+    node_dir: Path
+    tracked: Mapping[str, Any]
+    """The script's objects by name, and records of elastic_resume."""
+    emit: Callable[..., Any]
+    """It takes an event's kind and fields."""
+    record: Callable[[int], None]
+    """Record a number for the mechanism's part in the agent (`AgentContext.measurement_index`)."""
+    count_collectives: Callable[[], int]
+    """Count those that this rank has started in the default group; 0 if unknown."""
+    gather: Callable[[Any], list[Any]]
+    """Return the JSON value of each rank; a collective."""
+    broadcast_tensors: Callable[[Sequence[Tensor], int], None]
+    """Overwrite tensors with those of a source rank; a collective."""
 
 
 class ReadingCosts(NamedTuple):
@@ -176,8 +204,8 @@ class Mechanism:
 
     topic: Topic | None = None
     """What its agents tell the leader, and how the leader judges it."""
-    make_observer: Callable[[Callable[[int], None], Callable[[], int]], StepObserver] | None = None
-    """It gets a function that records a number for the agent, and one that counts the rank's collectives."""
+    make_observer: Callable[[WorkerContext], StepObserver | None] | None = None
+    """It may return None, on all ranks: then it observes nothing in this generation."""
     make_agent_part: Callable[[AgentContext], AgentPart] | None = None
     needs_setting: str = ""
     """The field of the setting without which agents have no such part, and need not import it."""

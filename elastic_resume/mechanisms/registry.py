@@ -14,6 +14,7 @@ from elastic_resume.mechanisms.mechanism import (
     Mechanism,
     StatusMember,
     StepObserver,
+    WorkerContext,
 )
 from elastic_resume.mechanisms.on_event import ON_EVENT
 from elastic_resume.mechanisms.preemption import PREEMPTION
@@ -41,12 +42,13 @@ STATUS_MEMBERS = tuple(mechanism.status for mechanism in MECHANISMS if mechanism
 _OBSERVER_MAKERS = tuple(mechanism.make_observer for mechanism in MECHANISMS if mechanism.make_observer)
 
 
-def make_step_observers(
-    record: Callable[[int, int], None], count_collectives: Callable[[], int]
-) -> list[StepObserver]:
+def make_step_observers(context: WorkerContext, record: Callable[[int, int], None]) -> list[StepObserver]:
     """Return the observers of one generation; ``record`` takes a measurement's index and its number."""
-    makers = enumerate(_OBSERVER_MAKERS)
-    return [make(functools.partial(record, index), count_collectives) for index, make in makers]
+    found = (
+        make(context._replace(record=functools.partial(record, index)))
+        for index, make in enumerate(_OBSERVER_MAKERS)
+    )
+    return [observer for observer in found if observer is not None]
 
 
 def make_agent_parts(context: AgentContext) -> dict[AgentPart, StatusMember | None]:

@@ -29,6 +29,7 @@ from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ElasticResumeError, MachineError, UsageError
+from elastic_resume.mechanisms.mechanism import WorkerContext
 from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
@@ -199,7 +200,7 @@ class Generation:
         cleanup.callback(self.first_steps.close)
         cleanup.callback(self.bucket_order.close)
         cleanup.callback(self.heartbeat.close)
-        self._observers = make_step_observers(self.heartbeat.set_measurement, count_collectives)
+        self._observers = make_step_observers(self._describe_for_observers(), self.heartbeat.set_measurement)
         for observer in self._observers:
             cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
@@ -209,6 +210,23 @@ class Generation:
         if self.rank == 0:
             announce.log_start(result, context, position, world_change=self.progress.world_change)
         self._leave_abandoned_history(result)  # after the event: a kill meanwhile is no loss of these steps
+
+    def _describe_for_observers(self) -> WorkerContext:
+        context, collectives = self.context, self.context.collectives
+        return WorkerContext(
+            rank=collectives.rank,
+            local_rank=context.local_rank,
+            world_size=collectives.size,
+            generation=self.number,
+            step=self.progress.position.step,
+            node_dir=context.node_dir,
+            tracked=self.tracked,
+            emit=self.emit,
+            record=lambda _: None,
+            count_collectives=count_collectives,
+            gather=collectives.gather,
+            broadcast_tensors=collectives.broadcast_tensors,
+        )
 
     def _leave_abandoned_history(self, result: ResumeResult) -> None:
         """Let the history win to which the job goes back, and move what is newer aside on each node.
@@ -271,7 +289,7 @@ class Generation:
         if is_drained:
             self.drain_request.terminate_process()
         for observer in self._observers:
-            observer.end_step()
+            observer.end_step(position.step)
         self.first_steps.end_step()
 
     def _record_step(self, position: Position) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from elastic_resume.mechanisms.mechanism import StepObserver
+from elastic_resume.mechanisms.mechanism import StepObserver, WorkerContext
 
 WINDOW_STEPS = 100
 STEPS_PER_SAMPLE = 5  # a hook and the points of a measured step take some 30 us
@@ -65,6 +65,11 @@ class CudaClock:
         if start is None or end is None or not (start.query() and end.query()):
             return None
         return float(start.elapsed_time(end)) * 1e3
+
+
+def observe(context: WorkerContext) -> OwnTime:
+    """Measure this rank's steps in a generation."""
+    return OwnTime(context.record, context.count_collectives)
 
 
 Point = tuple[Any, int]
@@ -111,8 +116,9 @@ class OwnTime(StepObserver):
             if id(parameter) not in self._hooks:  # it may be in two wrappers
                 self._add_hook(parameter)
 
-    def end_step(self) -> None:
+    def end_step(self, step: int) -> None:
         """Begin the own time of the next step."""
+        del step
         self._points = []
         self._steps += 1
         if self._device is None or self._steps % STEPS_PER_SAMPLE:

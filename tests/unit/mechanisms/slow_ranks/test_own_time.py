@@ -54,7 +54,7 @@ class Job:
             hook = first.register_post_accumulate_grad_hook(lambda _: self.pass_time(1000))
             loss.backward()
             hook.remove()
-            self.own_time.end_step()
+            self.own_time.end_step(1)
 
     def pass_time(self, time_us: int) -> None:
         """Let time pass."""
