@@ -64,6 +64,7 @@ TESTS = {
     "elastic_resume/restore": "restore",
     "elastic_resume/background": "test_background.py",
     "elastic_resume/archive": "archive mechanisms/archive/test_uploader.py",
+    "elastic_resume/archive/archive": "../integration/test_archive.py",
     "elastic_resume/mechanisms/archive": "mechanisms/archive archive/test_archive.py",
 }
 _IO = "elastic_resume/checkpoint/atomic_io.py"
