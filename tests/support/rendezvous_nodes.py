@@ -34,6 +34,7 @@ from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
+from elastic_resume.rendezvous.net.view_delta import NO_BASE, Base, next_base
 
 TOKEN = b"a token that nobody may read in a log"
 RUN = "job"
@@ -260,6 +261,7 @@ def is_disconnected(connection: socket.socket, *, timeout_s: float = TIMEOUT_S /
 
 
 _results: weakref.WeakKeyDictionary[socket.socket, protocol.HandshakeResult] = weakref.WeakKeyDictionary()
+_bases: weakref.WeakKeyDictionary[socket.socket, Base] = weakref.WeakKeyDictionary()
 
 
 def authenticate(
@@ -285,7 +287,10 @@ def send_messages(connection: socket.socket, *messages: Message) -> None:
 
 def receive_message(connection: socket.socket) -> Message:
     """Read the next message that is not a heartbeat."""
-    return protocol.decode(_results[connection].verifier.verify(read_line(connection)))[1]
+    base = _bases.get(connection, NO_BASE)
+    message = protocol.decode(_results[connection].verifier.verify(read_line(connection)), base)[1]
+    _bases[connection] = next_base(message, base)
+    return message
 
 
 class EndlessSender(threading.Thread):

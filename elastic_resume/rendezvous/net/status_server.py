@@ -144,7 +144,7 @@ class StatusServer:
             )
         except Exception as error:  # noqa: BLE001  a defect here must cost this reply only
             line = json.dumps({"error": f"an internal error of elastic_resume: {error!r:.500}"}).encode()
-        connection.send(line + b"\n")
+        connection.send_line(line + b"\n")
         connection.close()
 
 

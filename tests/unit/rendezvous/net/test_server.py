@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +20,7 @@ from elastic_resume.checkpoint.atomic_io import Disk, translate_os_errors
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.interface import Effect, StartWorkers
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.net import connection, protocol, server
+from elastic_resume.rendezvous.net import connection, protocol, server, view_delta
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import RENDEZVOUS_STATE_FILE, DurableStateFile
 from tests.support.rendezvous_nodes import (
@@ -64,10 +64,25 @@ class FailingDisk(Disk):
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.parametrize("is_large", [False, True], ids=["whole views", "differences"])
 def test_view_forms_again_after_the_loss_of_its_leader_and_of_a_member(
-    nodes: RendezvousNodes, tmp_path: Path
+    nodes: RendezvousNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
-    """Of four nodes the leader stops, then another; ranks keep their order and generations grow."""
+    """Of four nodes the leader stops, then another; ranks keep their order and generations grow.
+
+    With ``is_large`` views travel as if they had a thousand members: as differences to what the peer has.
+    """
+    restored: list[str] = []
+    if is_large:
+        original = view_delta.restore
+
+        def restore(value: dict[str, Any], base: view_delta.Base) -> Any:
+            result = original(value, base)
+            restored.extend([result] if isinstance(result, str) else [])
+            return result
+
+        monkeypatch.setattr(view_delta, "restore", restore)
+        monkeypatch.setattr(view_delta, "MIN_CHARS", 0)
     built = nodes.build(4)
     first = [one.worlds.get(timeout=30) for one in built]
     assert {tuple(member_names(world)) for world in first} == {("n0", "n1", "n2", "n3")}
@@ -80,6 +95,11 @@ def test_view_forms_again_after_the_loss_of_its_leader_and_of_a_member(
     assert {tuple(member_names(world)) for world in third} == {("n1", "n3")}
     generations = [worlds[0].generation for worlds in (first, second, third)]
     assert generations == sorted(set(generations))
+    of_views = {int(text.partition(";")[0]) for text in restored}
+    assert of_views >= ({*generations[:2]} if is_large else set()), (
+        "followers tell a new leader by the digest"
+    )
+    assert (generations[2] in of_views) == is_large, "the proposal to a follower is a difference"
     for name in ("n1", "n3"):
         kept = DurableStateFile(tmp_path / name).state
         assert kept is not None

@@ -146,7 +146,10 @@ UNAUTHENTICATED = {
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "protocol version"),
     "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "the fields proof"),
-    "a wrong proof": (protocol.encode_greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
+    "a wrong proof": (
+        protocol.encode_greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'","view":""}\n',
+        "token",
+    ),
     "a replayed handshake": (record_handshake(), "token"),
     "escape codes in a name": (protocol.encode_greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
 }
