@@ -120,7 +120,7 @@ def test_foreign_names_are_passed_over(archive: Archive, tmp_path: Path) -> None
     (parts / attempt.replace(attempt[-1], "0" if attempt[-1] != "0" else "1")).write_bytes(b"")
     (parts / attempt / "README").write_bytes(b"")
     assert archive.list_attempts() == [attempt]
-    assert archive.list_parts(attempt) == {0, 1}
+    assert archive.list_parts(attempt) == {0, 1, 2}
     archive.put_events("n0", b"{}\n")
     for name in ("n0.txt", "a b.jsonl"):
         (tmp_path / RUN / "events" / name).write_bytes(b"")
