@@ -55,8 +55,8 @@ def make_agent_parts(context: AgentContext) -> dict[AgentPart, StatusMember | No
     """Return the parts of an agent, each with the member of its status that it makes."""
     parts = {}
     for mechanism in MECHANISMS:
-        is_on = not mechanism.needs_setting or context.settings.get(mechanism.needs_setting)
-        if mechanism.make_agent_part and is_on:
+        needed = mechanism.needs_setting
+        if mechanism.make_agent_part and (not needed or context.settings.get(needed)):
             observer = mechanism.make_observer
             index = _OBSERVER_MAKERS.index(observer) if observer else -1
             parts[mechanism.make_agent_part(context._replace(measurement_index=index))] = mechanism.status

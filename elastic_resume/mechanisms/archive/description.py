@@ -94,8 +94,8 @@ def _describe_refusal(event: Event) -> str:
     return str(event.get("error") or "this job archives no more")
 
 
-def _sample(member: dict[str, Any]) -> tuple[str, float]:
-    return str(member["archive"]), float("nan") if member["step"] is None else member["age_s"]
+def _sample(member: dict[str, Any]) -> float:
+    return float("nan") if member["step"] is None else float(member["age_s"])
 
 
 ALERTS = (
@@ -114,6 +114,6 @@ STATUS = StatusMember("archive", ArchiveStatus, describe_status)
 GAUGE = Gauge(
     "archive_age_seconds",
     "Seconds since this job archived a checkpoint; NaN before its first one, no sample without --archive.",
-    "archive",
     _sample,
+    label="archive",
 )
