@@ -141,7 +141,7 @@ class AgentPart:
     def before_join(self) -> None:
         """Act before the node joins a view, and when a verdict changes meanwhile."""
 
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Note that the workers of a view start now."""
 
     def observe(self, event: Event) -> None:

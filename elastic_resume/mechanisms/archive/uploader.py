@@ -105,7 +105,7 @@ class ArchiveUploader(AgentPart):
         self._thread = BackgroundThread("elastic-resume-archive", self._work, retry_s=RETRY_S)
         # Other threads write these, and the thread reads them.
         self._client: RendezvousClient | None = None
-        self._world: StartWorkers | None = None
+        self._view: StartWorkers | None = None
         self._committed: deque[Path] = deque(maxlen=MAX_KEPT)  # checkpoints that the thread opens
         self._has_committed = False  # in this start
         self._has_new_names = True  # on this node's disk, as far as is known; the thread looks
@@ -153,9 +153,9 @@ class ArchiveUploader(AgentPart):
         self._has_committed = True
         self._committed.append(path)
 
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Keep the newest view: its first node archives the last checkpoint."""
-        self._world = world
+        self._view = view
 
     def observe(self, event: Event) -> None:
         """Note that a worker has named a checkpoint."""
@@ -188,7 +188,7 @@ class ArchiveUploader(AgentPart):
     def close(self) -> None:
         """Have the thread upload the job's last checkpoint if that is up to this node, and end."""
         if self._client is not None:
-            is_first = self._world is not None and self._world.rank == 0
+            is_first = self._view is not None and self._view.rank == 0
             self._last.wait(is_first=is_first, find_archived=self._find_archived, put_s=self._writer.put_s)
             self._thread.request_close()
 
@@ -422,7 +422,7 @@ class ArchiveUploader(AgentPart):
 
     def _list_last_named(self) -> list[Path]:
         """Return the milestones that are not archived, oldest first, if that is up to this node."""
-        if not self._has_trained or self._world is None or self._world.rank != 0:
+        if not self._has_trained or self._view is None or self._view.rank != 0:
             return []
         if self._writer.refusal or self._verdict.refusal:
             return []
@@ -439,14 +439,14 @@ class ArchiveUploader(AgentPart):
         return self._has_committed or (end is not None and isinstance(end.reason, JobFinished))
 
     def _describe_end(self, last: PinnedCheckpoint, *, is_named: bool) -> EndFacts:
-        verdict, world, writer = self._verdict, self._world, self._writer
+        verdict, view, writer = self._verdict, self._view, self._writer
         end = self._client.job_end if self._client else None
         may_write = self._has_trained and not (writer.refusal or verdict.refusal)
         return EndFacts(
             newest=last.held.version if may_write else None,
             archived=None if is_named else self._find_archived(),
             is_rejected=end is not None and isinstance(end.reason, JudgedFailure),
-            rank=world.rank if world else 1,
+            rank=view.rank if view else 1,
             left_s=self._last.find_left_s(),
             file_bytes=last.manifest.file_bytes,
             bytes_per_s=writer.bytes_per_s or verdict.bytes_per_s,

@@ -97,9 +97,9 @@ class HangDetector(AgentPart):
         if self._hang_threshold.configured_s != 0:
             self._thread.start()
 
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Judge the workers of this generation."""
-        self._generation = world.generation
+        self._generation = view.generation
 
     def begin_stop(self) -> None:
         """Judge no rank any more: workers are being stopped and may take their time."""
