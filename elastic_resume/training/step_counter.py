@@ -12,6 +12,7 @@ A loop that does not get there is refused. Once it has, batches in between were 
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import sys
@@ -34,6 +35,42 @@ MAX_UNEXPECTED = 2  # steps in a row with another number of batches than expecte
 MAX_STRAYS = 2  # optimizer steps in an epoch before its loader is read; one may be a warm-up
 MAX_SKIPPING = 8  # such steps in a row of a loop that has read the expected number before
 IS_KNOWN = "has_counted_steps"  # a mark of the checkpoint: the loop has read the expected number before
+
+
+class EpochState(enum.Enum):
+    """What the loop does in an epoch.
+
+    A loop may look through the loader first, without any optimizer step::
+
+        CLOSED --begin--> OPEN --the loop's iterator ends--> TRAINED, if the loop took optimizer steps on it
+                                                       `---> LOOKED_THROUGH --a later one ends--> TRAINED
+
+    Each state goes to CLOSED when the loop asks for the next epoch, and to OPEN when that begins.
+    """
+
+    CLOSED = enum.auto()
+    OPEN = enum.auto()
+    LOOKED_THROUGH = enum.auto()
+    TRAINED = enum.auto()
+
+    def end_iterator(self, *, has_trained: bool) -> EpochState:
+        """Return the state after the end of the loop's iterator."""
+        if self is EpochState.CLOSED:
+            return self
+        return EpochState.TRAINED if has_trained else EpochState.LOOKED_THROUGH
+
+
+class NewestRead(enum.Enum):
+    """Which iterator over the loader has been read last in an epoch."""
+
+    OF_LOOP = enum.auto()
+    OF_SECOND_ITERATOR = enum.auto()
+    OF_OTHER_THREAD = enum.auto()
+    """It stays so for the epoch: the thread may read ahead at any time."""
+
+    def then(self, newest: NewestRead) -> NewestRead:
+        """Return the state after another read."""
+        return self if self is NewestRead.OF_OTHER_THREAD else newest
 
 
 class StepCounter:
@@ -61,14 +98,11 @@ class StepCounter:
         self._finish, self._count_batches = finish, count_batches
         self._get_marks, self._explain = get_marks, explain
         self._thread = 0  # that runs the loop
-        self._is_read_elsewhere = False  # another thread reads the loader
         self._epoch = 0  # counts the epochs of this process; 0 before the first
-        self._is_open = False  # an epoch is open
+        self._state = EpochState.CLOSED
+        self._newest_read = NewestRead.OF_LOOP
         self._reader: weakref.ref[_Reader] | None = None  # of the loop, in this epoch
         self._newest_reader: weakref.ref[_Reader] | None = None  # that has returned the newest batch
-        self._is_exhausted = False  # the loop has trained on the epoch to its end
-        self._was_read = False  # to its end, perhaps without any training
-        self._is_read_again = False  # batches were read through another iterator
         self._batches = 0  # of the loop since the last optimizer step that has ended
         self._held = 0  # before that, and not counted yet
         self._schedulers = {n: item for n, item in tracked.items() if isinstance(item, LRScheduler)}
@@ -102,16 +136,16 @@ class StepCounter:
         scaler.update = watched
 
     def _after_optimizer_step(self, *_: Any) -> None:
-        if not self._is_open or threading.get_ident() != self._thread:
+        if self._state is EpochState.CLOSED or threading.get_ident() != self._thread:
             return
-        if self._is_read_elsewhere:
+        if self._newest_read is NewestRead.OF_OTHER_THREAD:
             raise UsageError(
                 "another thread reads the loader of er.epochs(), perhaps ahead of the training, so "
                 "its requests do not end the steps of the loop. Count them yourself: use er.resume() and "
                 "run.step()."
             )
         self._find_loop()
-        if self._is_read_again and not self._batches:
+        if self._newest_read is NewestRead.OF_SECOND_ITERATOR and not self._batches:
             raise UsageError(
                 "the loop trains on a second iterator over its loader in one epoch, and er.epochs() counts "
                 "the batches of the first: let each epoch read the loader once."
@@ -119,7 +153,7 @@ class StepCounter:
         self.has_stepped = True
         if (reader := self._find_reader()) is not None:
             reader.has_trained = True
-        elif not (self._batches or self._is_exhausted):
+        elif not self._batches and self._state is not EpochState.TRAINED:
             self._strays += 1
             if self._strays >= MAX_STRAYS:
                 raise UsageError(
@@ -135,7 +169,7 @@ class StepCounter:
             return
         if reader is not None and not reader.has_trained:
             self._reader, self._batches = weakref.ref(newest), newest.batches
-            self._is_read_again = False
+            self._newest_read = self._newest_read.then(NewestRead.OF_LOOP)
 
     @property
     def is_broken(self) -> bool:
@@ -148,12 +182,12 @@ class StepCounter:
 
     def begin_epoch(self) -> None:
         """Begin an epoch; what an interrupted one has left is forgotten."""
-        self._thread, self._is_open = threading.get_ident(), True
+        self._thread = threading.get_ident()
+        self._state, self._newest_read = EpochState.OPEN, NewestRead.OF_LOOP
         self._strays, self._outer_error = 0, sys.exc_info()[1]
         self._epoch += 1
         self._reader = self._newest_reader = None
-        self._is_exhausted = self._was_read = self.has_stepped = False
-        self._is_read_again = self._is_read_elsewhere = False
+        self.has_stepped = False
         self._batches = self._held = 0
 
     def end_epoch(self) -> None:
@@ -164,10 +198,11 @@ class StepCounter:
 
         """
         self.end_step(must_decide=True)
-        self._is_open = False
+        ended, self._state = self._state, EpochState.CLOSED
         if self._held:
             raise UsageError(self._describe_unexpected(self._count_batches()))
-        if self._was_read and not self._is_known:
+        was_read = ended in {EpochState.LOOKED_THROUGH, EpochState.TRAINED}
+        if was_read and not self._is_known:
             raise UsageError(
                 "an epoch is over, and no optimizer of er.epochs() has taken a step, so nothing would be "
                 "saved. Pass all optimizers of the loop as optimizer=, in a dict if they are several."
@@ -180,7 +215,7 @@ class StepCounter:
 
     def end_open_step(self) -> None:
         """Count the step that `begin_step` has begun, unless a save has counted it."""
-        self._is_open = False
+        self._state = EpochState.CLOSED
         if self._batches:
             self.has_stepped = True
             self.end_step()
@@ -271,17 +306,17 @@ class StepCounter:
 
         The loop's first iterator is its own, and so is one that follows an iterator that the loop has left.
         """
-        if not self._is_open or self._is_foreign_thread():
+        if self._is_of_other_read():
             return False
         reader = self._find_reader()
-        if self._is_exhausted or not (reader is None or reader.is_over):
+        if self._state is EpochState.TRAINED or not (reader is None or reader.is_over):
             return False
         self.end_step()
         return True
 
     def before_batch(self, reader: _Reader) -> None:
         """End the step before ``reader`` is asked for a batch."""
-        if not self._is_open or self._is_foreign_thread():
+        if self._is_of_other_read():
             return
         if reader.epoch != self._epoch:
             raise UsageError(
@@ -297,16 +332,16 @@ class StepCounter:
         self._newest_reader = weakref.ref(reader)
         if reader is self._find_reader():
             self._batches += 1
-            self._is_read_again = False
-        else:
-            self._is_read_again = self._is_open
+            self._newest_read = self._newest_read.then(NewestRead.OF_LOOP)
+        elif self._state is not EpochState.CLOSED:
+            self._newest_read = self._newest_read.then(NewestRead.OF_SECOND_ITERATOR)
 
     def after_last_batch(self, reader: _Reader) -> None:
         """Count the batches at the end of an epoch that the loop has skipped."""
         reader.is_over = True
-        if not self._is_open or reader is not self._find_reader():
+        if self._state is EpochState.CLOSED or reader is not self._find_reader():
             return
-        self._was_read, self._is_exhausted = True, reader.has_trained
+        self._state = self._state.end_iterator(has_trained=reader.has_trained)
         expected = self._count_batches()
         left = self._held + self._batches
         if left and reader.has_trained and self._is_known and not left % expected:
@@ -316,9 +351,14 @@ class StepCounter:
     def _find_reader(self) -> _Reader | None:
         return None if self._reader is None else self._reader()
 
-    def _is_foreign_thread(self) -> bool:
-        self._is_read_elsewhere |= threading.get_ident() != self._thread
-        return threading.get_ident() != self._thread
+    def _is_of_other_read(self) -> bool:
+        """Return whether a read is not the loop's: between epochs, or of another thread, which is noted."""
+        if self._state is EpochState.CLOSED:
+            return True
+        if threading.get_ident() == self._thread:
+            return False
+        self._newest_read = NewestRead.OF_OTHER_THREAD
+        return True
 
 
 class _Reader(Iterator[Any]):
