@@ -187,6 +187,14 @@ class AlertKind(NamedTuple):
     """Fields by which events are of one problem; none: their descriptions, in which no step or id changes."""
 
 
+class ReportLine(NamedTuple):
+    """A line at the end of a report of a run that has events of a kind."""
+
+    kind: str
+    describe: Callable[[Sequence[Event], float], str]
+    """It takes these events by time, and the Unix time of the run's end."""
+
+
 class StatusMember(NamedTuple):
     """A member of each node in `status`; its kind is a frozen dataclass."""
 
@@ -220,6 +228,7 @@ class Mechanism:
     is_reading_due: Callable[[int, ReadingCosts], bool] | None = None
     """Whether the agent's part reads a snapshot of this step (`CheckpointCommitter.offer_snapshot`)."""
     alerts: tuple[AlertKind, ...] = ()
+    report_line: ReportLine | None = None
     status: StatusMember | None = None
     gauge: Gauge | None = None
     options: tuple[Option, ...] = ()

@@ -38,6 +38,7 @@ TOPICS = tuple(mechanism.topic for mechanism in MECHANISMS if mechanism.topic)
 ALERTS = tuple(alert for mechanism in MECHANISMS for alert in mechanism.alerts)
 READERS = tuple(mechanism.is_reading_due for mechanism in MECHANISMS if mechanism.is_reading_due)
 MECHANISM_OPTIONS = tuple(option for mechanism in MECHANISMS for option in mechanism.options)
+REPORT_LINES = tuple(mechanism.report_line for mechanism in MECHANISMS if mechanism.report_line)
 STATUS_MEMBERS = tuple(mechanism.status for mechanism in MECHANISMS if mechanism.status)
 _OBSERVER_MAKERS = tuple(mechanism.make_observer for mechanism in MECHANISMS if mechanism.make_observer)
 

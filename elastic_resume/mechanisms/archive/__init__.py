@@ -28,6 +28,7 @@ ARCHIVE = Mechanism(
     make_agent_part=lazily("archive.uploader", "ArchiveUploader"),
     needs_setting="archive",
     alerts=description.ALERTS,
+    report_line=description.REPORT_LINE,
     status=description.STATUS,
     gauge=description.GAUGE,
     options=(
