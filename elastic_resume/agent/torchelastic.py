@@ -99,6 +99,14 @@ GENERATION_VARIABLES = {name.decode() for name in forkserver.VARIABLES_OF_A_GENE
     *("TORCHELASTIC_ERROR_FILE", constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
     *(constants.ENV_EVIDENCE, constants.ENV_EVENTS_PATH),
 }
+# Beginnings of lines that say again what we log: what a worker's end, a signal and the job's end cause.
+DROPPED_LINES = {
+    "torch.distributed.elastic.multiprocessing.api": (
+        *("failed (exitcode", "Sending process"),
+        "Closing process",  # with --run-path
+    ),
+    "torch.distributed.elastic.agent.server.api": ("Received ", "Error waiting on exit"),
+}
 LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
 
 
@@ -734,20 +742,12 @@ def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_n
 
 def _filter_torchelastic_logs() -> None:
     """Drop torchelastic's log lines about events that we log ourselves."""
-    prefixes = (
-        "Sending process",
-        "Closing process",
-        "failed (exitcode",
-        "Received ",
-        "Error waiting on exit",
-        "The node '",  # it failed to send a heartbeat, or to close a rendezvous whose host is dead
-    )
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(prefixes)
+        return not str(record.msg).startswith(DROPPED_LINES[record.name])
 
-    for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_wanted)
+    for name in DROPPED_LINES:
+        logging.getLogger(name).addFilter(is_wanted)
 
 
 def _raise_signal_exception(number: int, _frame: object) -> None:
