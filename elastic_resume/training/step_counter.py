@@ -97,18 +97,19 @@ class StepCounter:
         """
         self._finish, self._count_batches = finish, count_batches
         self._get_marks, self._explain = get_marks, explain
-        self._thread = 0  # that runs the loop
+        self._thread = 0  # runs the loop
         self._epoch = 0  # counts the epochs of this process; 0 before the first
         self._state = EpochState.CLOSED
         self._newest_read = NewestRead.OF_LOOP
-        self._reader: weakref.ref[_Reader] | None = None  # of the loop, in this epoch
-        self._newest_reader: weakref.ref[_Reader] | None = None  # that has returned the newest batch
-        self._batches = 0  # of the loop since the last optimizer step that has ended
-        self._held = 0  # before that, and not counted yet
+        # The loop's iterator in this epoch, and the one that has returned the newest batch.
+        self._loop_iterator: weakref.ref[_LoaderIterator] | None = None
+        self._newest_iterator: weakref.ref[_LoaderIterator] | None = None
+        self._batches = 0  # the loop's since the last optimizer step that has ended
+        self._held = 0  # those before it that are not counted yet
         self._schedulers = {n: item for n, item in tracked.items() if isinstance(item, LRScheduler)}
-        self._saved_counts: dict[str, int] = {}  # of the schedulers, at a save since the last request
+        self._saved_counts: dict[str, int] = {}  # steps of the schedulers at a save since the last request
         self._strays = 0  # optimizer steps in this epoch before any batch of its loader was read
-        self._outer_error: BaseException | None = None  # that was being handled when the loop began
+        self._outer_error: BaseException | None = None  # was being handled when the loop began
         self._unexpected: list[int] = []  # newest numbers of batches per step, unless they were as expected
         self.has_stepped = False  # since the last step boundary
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
@@ -151,8 +152,8 @@ class StepCounter:
                 "the batches of the first: let each epoch read the loader once."
             )
         self.has_stepped = True
-        if (reader := self._find_reader()) is not None:
-            reader.has_trained = True
+        if (iterator := self._find_loop_iterator()) is not None:
+            iterator.has_trained = True
         elif not self._batches and self._state is not EpochState.TRAINED:
             self._strays += 1
             if self._strays >= MAX_STRAYS:
@@ -164,11 +165,12 @@ class StepCounter:
 
     def _find_loop(self) -> None:
         """Take another iterator for the loop's, if the first one was only looked into and is still there."""
-        reader, newest = self._find_reader(), self._newest_reader() if self._newest_reader else None
-        if newest is None or newest is reader or newest.is_over or newest.epoch != self._epoch:
+        iterator = self._find_loop_iterator()
+        newest = self._newest_iterator() if self._newest_iterator else None
+        if newest is None or newest is iterator or newest.is_over or newest.epoch != self._epoch:
             return
-        if reader is not None and not reader.has_trained:
-            self._reader, self._batches = weakref.ref(newest), newest.batches
+        if iterator is not None and not iterator.has_trained:
+            self._loop_iterator, self._batches = weakref.ref(newest), newest.batches
             self._newest_read = self._newest_read.then(NewestRead.OF_LOOP)
 
     @property
@@ -186,7 +188,7 @@ class StepCounter:
         self._state, self._newest_read = EpochState.OPEN, NewestRead.OF_LOOP
         self._strays, self._outer_error = 0, sys.exc_info()[1]
         self._epoch += 1
-        self._reader = self._newest_reader = None
+        self._loop_iterator = self._newest_iterator = None
         self.has_stepped = False
         self._batches = self._held = 0
 
@@ -296,10 +298,10 @@ class StepCounter:
     def read(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return an iterator over the loader whose requests end steps, if it is that of the loop."""
         is_loop = self._begin_reading()
-        reader = _Reader(self, make_iterator(), self._epoch)
+        iterator = _LoaderIterator(self, make_iterator(), self._epoch)
         if is_loop:
-            self._reader, self._batches = weakref.ref(reader), 0
-        return reader
+            self._loop_iterator, self._batches = weakref.ref(iterator), 0
+        return iterator
 
     def _begin_reading(self) -> bool:
         """Return whether an iterator that begins now is that of the loop. Another one evaluates.
@@ -308,48 +310,48 @@ class StepCounter:
         """
         if self._is_of_other_read():
             return False
-        reader = self._find_reader()
-        if self._state is EpochState.TRAINED or not (reader is None or reader.is_over):
+        iterator = self._find_loop_iterator()
+        if self._state is EpochState.TRAINED or not (iterator is None or iterator.is_over):
             return False
         self.end_step()
         return True
 
-    def before_batch(self, reader: _Reader) -> None:
-        """End the step before ``reader`` is asked for a batch."""
+    def before_batch(self, iterator: _LoaderIterator) -> None:
+        """End the step before ``iterator`` is asked for a batch."""
         if self._is_of_other_read():
             return
-        if reader.epoch != self._epoch:
+        if iterator.epoch != self._epoch:
             raise UsageError(
                 "the loop goes on with an iterator over its loader that was made before this epoch. A resume "
                 "would not find its place: write `for batch in loader` within the loop over er.epochs()."
             )
-        if reader is self._find_reader():
+        if iterator is self._find_loop_iterator():
             self.end_step()
 
-    def after_batch(self, reader: _Reader) -> None:
-        """Count a batch that ``reader`` has returned."""
-        reader.batches += 1
-        self._newest_reader = weakref.ref(reader)
-        if reader is self._find_reader():
+    def after_batch(self, iterator: _LoaderIterator) -> None:
+        """Count a batch that ``iterator`` has returned."""
+        iterator.batches += 1
+        self._newest_iterator = weakref.ref(iterator)
+        if iterator is self._find_loop_iterator():
             self._batches += 1
             self._newest_read = self._newest_read.then(NewestRead.OF_LOOP)
         elif self._state is not EpochState.CLOSED:
             self._newest_read = self._newest_read.then(NewestRead.OF_SECOND_ITERATOR)
 
-    def after_last_batch(self, reader: _Reader) -> None:
+    def after_last_batch(self, iterator: _LoaderIterator) -> None:
         """Count the batches at the end of an epoch that the loop has skipped."""
-        reader.is_over = True
-        if self._state is EpochState.CLOSED or reader is not self._find_reader():
+        iterator.is_over = True
+        if self._state is EpochState.CLOSED or iterator is not self._find_loop_iterator():
             return
-        self._state = self._state.end_iterator(has_trained=reader.has_trained)
+        self._state = self._state.end_iterator(has_trained=iterator.has_trained)
         expected = self._count_batches()
         left = self._held + self._batches
-        if left and reader.has_trained and self._is_known and not left % expected:
+        if left and iterator.has_trained and self._is_known and not left % expected:
             self._batches, self._held = 0, left
             self._finish_held(expected)
 
-    def _find_reader(self) -> _Reader | None:
-        return None if self._reader is None else self._reader()
+    def _find_loop_iterator(self) -> _LoaderIterator | None:
+        return None if self._loop_iterator is None else self._loop_iterator()
 
     def _is_of_other_read(self) -> bool:
         """Return whether a read is not the loop's: between epochs, or of another thread, which is noted."""
@@ -361,13 +363,13 @@ class StepCounter:
         return True
 
 
-class _Reader(Iterator[Any]):
+class _LoaderIterator(Iterator[Any]):
     """One iteration over the loader."""
 
     def __init__(self, counter: StepCounter, inner: Iterator[Any], epoch: int) -> None:
         self._counter, self._inner, self.epoch = counter, inner, epoch
         self.is_over = self.has_trained = False
-        self.batches = 0  # that it has returned
+        self.batches = 0  # returned so far
 
     def __next__(self) -> Any:
         self._counter.before_batch(self)

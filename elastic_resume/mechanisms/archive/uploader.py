@@ -142,7 +142,7 @@ class ArchiveUploader(AgentPart):
         """Take offers of checkpoints, beginning with the newest on the disk."""
         self._client = client
         self._held.start()
-        self._committer.checkpoint_readers.append(self._held.note_commit)
+        self._committer.checkpoint_listeners.append(self._held.note_commit)
         self._thread.start()
 
     def begin_generation(self, view: StartWorkers) -> None:

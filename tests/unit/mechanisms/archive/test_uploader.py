@@ -46,7 +46,7 @@ class Node:
         self.words: dict[str, int] = {}
         self.events: list[dict[str, Any]] = []
         pool = SimpleNamespace(control_block=SimpleNamespace(set=self.words.__setitem__))
-        committer = SimpleNamespace(checkpoint_readers=[], slot_pool=pool, last_commit_s=0.0)
+        committer = SimpleNamespace(checkpoint_listeners=[], slot_pool=pool, last_commit_s=0.0)
         settings = {
             "archive": str(store),
             "archive_every": IntervalSetting(seconds=60.0),
@@ -81,7 +81,7 @@ class Node:
     def commit(self, step: int, generation: int = 1) -> Path:
         """Commit a step, as the committer would."""
         path = save_checkpoint(self.directory, generation, step)
-        self.part._note_commit(path)
+        self.part._held.note_commit(path)
         return path
 
     def close(self) -> None:
