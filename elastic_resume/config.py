@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from elastic_resume import config_file, constants
-from elastic_resume.archive.address import parse_archive_setting
 from elastic_resume.config_file import ConfigFile, Entry
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
@@ -112,15 +111,6 @@ OPTIONS = (
         parse_keep,
         DEFAULT_KEEP,
         has_flag=True,
-    ),
-    Option(
-        "archive",
-        "ADDRESS|off",
-        "tier that outlives all nodes: s3://BUCKET, or a path",
-        parse_archive_setting,
-        "off",
-        has_flag=True,
-        details="also gs://, az:// and other schemes of fsspec; all nodes must see the directory",
     ),
     Option(
         "resume",
@@ -459,7 +449,8 @@ class Settings:
 
 
 _NONE_TEXTS = {"resume_from": ""}  # what None is as a variable, where it is not "auto"
-_FIELDS = tuple(field.name for field in fields(Settings))
+# A field whose option is a mechanism's is unknown without that mechanism.
+_FIELDS = tuple(field.name for field in fields(Settings) if any(o.field == field.name for o in OPTIONS))
 
 
 def _read_file_of_worker(environ: Mapping[str, str]) -> dict[str, Entry]:
@@ -486,7 +477,7 @@ class Parser(argparse.ArgumentParser):
             known = actions_by_flag(self)
             message = describe_missing_flag(flag.removeprefix("--")) if "--save-every" in known else ""
             kind = "flag" if unknown else "argument"
-            if flag == "--archive" and not message:
+            if flag == "--archive" and "--save-every" not in known:
                 message = (
                     "this command has no --archive: give the address alone, as s3://BUCKET/PREFIX/RUN_ID."
                 )

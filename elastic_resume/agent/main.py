@@ -336,7 +336,7 @@ class _Agent:
     def _describe_saved(self, committer: CheckpointCommitter) -> str:
         """Describe what this node's disk holds of the training, after the last commit."""
         try:
-            step = committer.newest_saved_step()
+            step = committer.newest_checkpoint_step()
         except ElasticResumeError as error:
             return f"what was saved could not be read: {str(error).rstrip('.')}"
         if step is not None:

@@ -122,10 +122,14 @@ class AgentContext(NamedTuple):
 
 
 class AgentPart:
-    """A mechanism's part in an agent; its status thread calls the first method."""
+    """A mechanism's part in an agent.
+
+    The main thread, which runs torchelastic, calls all methods but three. The agent's status thread calls
+    `update` and `observe`, a thread of the signal handler `begin_stop`. No call may wait for long.
+    """
 
     def update(self, client: RendezvousClient) -> object:
-        """Act once a second; return the node's `StatusMember`, or None."""
+        """Act once a second; return the node's `StatusMember`, or None. In the status thread."""
 
     def find_generation(self) -> int:
         """Return the newest generation of the job that this part knows of; before `start`."""
@@ -135,16 +139,19 @@ class AgentPart:
         """Begin, before the node joins a view."""
 
     def before_join(self) -> None:
-        """Act before the node joins a view, and when a verdict changes meanwhile; in the main thread."""
+        """Act before the node joins a view, and when a verdict changes meanwhile."""
 
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Note that the workers of a view start now."""
 
     def observe(self, event: Event) -> None:
-        """Note an event of this node's agent or workers, within about a second; not in the main thread."""
+        """Note an event of this node's agent or workers, within about a second.
+
+        In the status thread; in the main thread after that one has ended.
+        """
 
     def begin_stop(self) -> None:
-        """Note a signal to stop: workers may be slow from now on. Called in another thread."""
+        """Note a signal to stop: workers may be slow from now on. In a thread of its own."""
 
     def handle_failure(self, failure: Failure) -> None:
         """Note how a worker has failed; what `find_failures` returns then may precede it."""
@@ -180,6 +187,14 @@ class AlertKind(NamedTuple):
     """Fields by which events are of one problem; none: their descriptions, in which no step or id changes."""
 
 
+class ReportLine(NamedTuple):
+    """A line at the end of a report of a run that has events of a kind."""
+
+    kind: str
+    describe: Callable[[Sequence[Event], float], str]
+    """It takes these events by time, and the Unix time of the run's end."""
+
+
 class StatusMember(NamedTuple):
     """A member of each node in `status`; its kind is a frozen dataclass."""
 
@@ -189,13 +204,14 @@ class StatusMember(NamedTuple):
 
 
 class Gauge(NamedTuple):
-    """A metric of each node, with one more label."""
+    """A metric of each node."""
 
     name: str
     text: str
-    label: str
-    sample: Callable[[dict[str, Any]], tuple[str, float]]
-    """Return the label's value and the metric's from the `StatusMember`."""
+    sample: Callable[[dict[str, Any]], float]
+    """Return the value from the `StatusMember`."""
+    label: str = ""
+    """The field of the `StatusMember` that is a label beside the node's; empty: none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +228,7 @@ class Mechanism:
     is_reading_due: Callable[[int, ReadingCosts], bool] | None = None
     """Whether the agent's part reads a snapshot of this step (`CheckpointCommitter.offer_snapshot`)."""
     alerts: tuple[AlertKind, ...] = ()
+    report_line: ReportLine | None = None
     status: StatusMember | None = None
     gauge: Gauge | None = None
     options: tuple[Option, ...] = ()

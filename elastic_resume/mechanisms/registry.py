@@ -38,6 +38,7 @@ TOPICS = tuple(mechanism.topic for mechanism in MECHANISMS if mechanism.topic)
 ALERTS = tuple(alert for mechanism in MECHANISMS for alert in mechanism.alerts)
 READERS = tuple(mechanism.is_reading_due for mechanism in MECHANISMS if mechanism.is_reading_due)
 MECHANISM_OPTIONS = tuple(option for mechanism in MECHANISMS for option in mechanism.options)
+REPORT_LINES = tuple(mechanism.report_line for mechanism in MECHANISMS if mechanism.report_line)
 STATUS_MEMBERS = tuple(mechanism.status for mechanism in MECHANISMS if mechanism.status)
 _OBSERVER_MAKERS = tuple(mechanism.make_observer for mechanism in MECHANISMS if mechanism.make_observer)
 
@@ -55,8 +56,8 @@ def make_agent_parts(context: AgentContext) -> dict[AgentPart, StatusMember | No
     """Return the parts of an agent, each with the member of its status that it makes."""
     parts = {}
     for mechanism in MECHANISMS:
-        is_on = not mechanism.needs_setting or context.settings.get(mechanism.needs_setting)
-        if mechanism.make_agent_part and is_on:
+        needed = mechanism.needs_setting
+        if mechanism.make_agent_part and (not needed or context.settings.get(needed)):
             observer = mechanism.make_observer
             index = _OBSERVER_MAKERS.index(observer) if observer else -1
             parts[mechanism.make_agent_part(context._replace(measurement_index=index))] = mechanism.status

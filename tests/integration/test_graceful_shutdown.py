@@ -74,7 +74,7 @@ from elastic_resume.mechanisms.mechanism import AgentPart
 
 class Reader(AgentPart):
     def __init__(self, context):
-        context.committer.checkpoint_readers.append(lambda path: self.print("reads", path.name))
+        context.committer.checkpoint_listeners.append(lambda path: self.print("reads", path.name))
 
     def print(self, *words):
         print(*words, file=sys.stderr, flush=True)

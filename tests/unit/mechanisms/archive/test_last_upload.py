@@ -230,7 +230,7 @@ def test_start_that_failed_before_training_archives_nothing(
 ) -> None:
     """As with a wrong --resume-from: what is on the disk is of an earlier start."""
     node = make_node(tmp_path)
-    node.part._has_committed = False
+    node.part._held.has_committed = False
     node.job_end = SimpleNamespace(reason="failure")
     node.close()
     assert not caplog.messages

@@ -81,7 +81,7 @@ def test_overwritten_snapshot_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> 
 @contextlib.contextmanager
 def digest_snapshots(client: Mock, emit: Mock) -> Iterator[Mock]:
     """Run a digester on three slots; yield its committer."""
-    committer = Mock(slot_pool=SlotPool(3 * SLOT_BYTES), snapshot_readers=[])
+    committer = Mock(slot_pool=SlotPool(3 * SLOT_BYTES), snapshot_listeners=[])
     committer.slot_pool.reserve(SLOT_BYTES)
     part = SnapshotDigester(make_agent_context(emit=emit, committer=committer))
     part.start(client)
@@ -98,7 +98,7 @@ def test_digester_skips_what_is_missing_late_or_overwritten(monkeypatch: pytest.
     client, emit = Mock(**{"job_end.reason": JobFinished()}), Mock()
     with digest_snapshots(client, emit) as committer:
         slots = [committer.slot_pool._owned[index].slot for index in range(3)]
-        control, (offer,) = committer.slot_pool.control_block, committer.snapshot_readers
+        control, (offer,) = committer.slot_pool.control_block, committer.snapshot_listeners
         offer(encode_snapshot_id(9, 9), 1)
         offer(write_snapshot(slots[0], 1, share_count=2), 1)
         damaged = write_snapshot(slots[1], 2)

@@ -327,7 +327,7 @@ def test_status_of_a_leader_that_waits() -> None:
 def test_status_of_a_leader_with_a_view() -> None:
     """A member whose workers have finished may be gone; nobody waits for it."""
     node, role = make_leader()
-    role.running_view = VIEW
+    role.active_view = VIEW
     status = build_status(node)
     assert (status.view, status.others, status.missing, status.waiting_reason) == (VIEW, (C,), (), "")
 
