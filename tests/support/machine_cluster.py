@@ -68,6 +68,7 @@ class MachineBackend(LoopbackBackend):
             )
             self._disks = [stack.enter_context(SimulatedDisk(directory, disk_bytes)) for _ in names]
             self._exit_stack = stack.pop_all()
+        self.network: VirtualNetwork = self._machines.network
         self._memory_bytes = memory_bytes
         self._fork_server: ShimAgentServer | None = None
         if forks_agents:
@@ -139,11 +140,6 @@ class MachineBackend(LoopbackBackend):
         """Kill all processes of machines at once; peers see their connections end."""
         self._machines.crash(*indices)
 
-    @property
-    def network(self) -> VirtualNetwork:
-        """Return the virtual network of the machines."""
-        return self._machines.network
-
     def poweroff(self, indices: Collection[int]) -> None:
         """Cut the power of machines: links become silent, processes end, disks lose unsynced data."""
         for index in indices:
@@ -168,28 +164,13 @@ class MachineBackend(LoopbackBackend):
 class MachineCluster(Cluster):
     """A cluster of simulated machines, whose disks fail like hardware and lose unsynced data."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        nodes: int = 3,
-        disk_bytes: int = DISK_BYTES,
-        shm_bytes: int = SHM_BYTES,
-        memory_bytes: int = 0,
-        forks_agents: bool = False,
-        **others: Any,
-    ) -> None:
-        """Describe the cluster; ``others`` are arguments of `Cluster`."""
+    def __init__(self, directory: Path, *, nodes: int = 3, **options: Any) -> None:
+        """Describe the cluster; ``options`` are arguments of `MachineBackend` and `Cluster`."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.backend = MachineBackend(
-            directory,
-            nodes,
-            disk_bytes=disk_bytes,
-            shm_bytes=shm_bytes,
-            memory_bytes=memory_bytes,
-            forks_agents=forks_agents,
-        )
-        super().__init__(directory, nodes=nodes, hosts=self.backend, **others)
+        ours = ("disk_bytes", "shm_bytes", "memory_bytes", "forks_agents")
+        own = {name: options.pop(name) for name in ours if name in options}
+        self.backend = MachineBackend(directory, nodes, **own)
+        super().__init__(directory, nodes=nodes, hosts=self.backend, **options)
         self._events_before_fault: dict[int, bytes] = {}
         self._lost_events: dict[int, list[Event]] = {}
 
