@@ -68,7 +68,6 @@ class MachineBackend(LoopbackBackend):
             )
             self._disks = [stack.enter_context(SimulatedDisk(directory, disk_bytes)) for _ in names]
             self._exit_stack = stack.pop_all()
-        self.network: VirtualNetwork = self._machines.network
         self._memory_bytes = memory_bytes
         self._fork_server: ShimAgentServer | None = None
         if forks_agents:
@@ -139,6 +138,11 @@ class MachineBackend(LoopbackBackend):
     def crash(self, indices: Collection[int]) -> None:
         """Kill all processes of machines at once; peers see their connections end."""
         self._machines.crash(*indices)
+
+    @property
+    def network(self) -> VirtualNetwork:
+        """Return the virtual network of the machines."""
+        return self._machines.network
 
     def poweroff(self, indices: Collection[int]) -> None:
         """Cut the power of machines: links become silent, processes end, disks lose unsynced data."""
