@@ -24,9 +24,10 @@ from elastic_resume import torchrun_handler
 from elastic_resume.agent import torchelastic
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing.backends import find_free_port
-from tests.support.agents import Agents, wait_for
+from tests.support.agents import Agents
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.paths import ROOT
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
 

@@ -21,7 +21,7 @@ from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.slots.slot_memory import encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
 from tests.support.agent_parts import make_agent_context
-from tests.support.rendezvous_nodes import wait_until
+from tests.support.processes import wait_for
 from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 
 DIGEST_SPECS = (
@@ -107,7 +107,7 @@ def test_digester_skips_what_is_missing_late_or_overwritten(monkeypatch: pytest.
         whole = write_snapshot(slots[2], 3, generation=51)
         offer(whole, 1)
         offer(whole, 2)
-        wait_until(lambda: client.send_fact.call_count == 2, "two digests")
+        wait_for(lambda: client.send_fact.call_count == 2, "two digests")
         (topic, first, body), (_, second, other) = (call.args for call in client.send_fact.call_args_list)
         assert (topic, first, second) == (DIGESTS.name, 1, 2)
         assert body == other
@@ -122,7 +122,7 @@ def test_digester_skips_what_is_missing_late_or_overwritten(monkeypatch: pytest.
         control.set("read_cpu_us", 1 << 40)
         offer(whole, 3)
         record = slots[2].record
-        wait_until(lambda: not record.get("snapshot_id") and not record.get("soft_pinned"), "the overwriting")
+        wait_for(lambda: not record.get("snapshot_id") and not record.get("soft_pinned"), "the overwriting")
         assert control.get("read_cpu_us") == 1 << 40, "a lower bound"
     assert client.send_fact.call_count == 2
     assert not emit.called
