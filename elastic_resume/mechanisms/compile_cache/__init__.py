@@ -1,4 +1,4 @@
-"""Compile a model once per job: a node that has no compiled code gets that of its peers before its first step.
+"""Compile a model once per job: a node without compiled code gets that of its peers before its first step.
 
 `artifact_file` keeps what torch.compile has made beside the checkpoints of the node, and `sharing` sends it,
 loads it and saves it. Its event is::
@@ -26,8 +26,8 @@ COMPILE_CACHE = Mechanism(
             parse_switch,
             "false",
             has_flag=True,
-            details="and keep it beside their checkpoints. It is code: whoever can write there, or change the "
-            "traffic between workers, can run code in them. Use the same on all nodes",
+            details="and keep it beside their checkpoints. It is code, the one thing received that is executed: "
+            "trust who can write there, and set a secret. Use the same on all nodes",
         ),
     ),
 )

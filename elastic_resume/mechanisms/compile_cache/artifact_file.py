@@ -1,4 +1,4 @@
-"""Keep torch's compile artifacts in one file per rank of a node, and refuse a file that is not this job's own.
+"""Keep torch's compile artifacts in one file per rank of a node, and refuse one that is not this job's.
 
 A file is a line of JSON, which `Origin` and the size and digest of the artifacts make, and the artifacts.
 They are code, so they are returned only if all of this holds:
@@ -98,11 +98,11 @@ class ArtifactFile:
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise CorruptError("it is no file")
+                raise CorruptError("it is no regular file")
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise CorruptError("another user owns it or may write to it")
             if status.st_size > MAX_HEADER_BYTES + MAX_BYTES:
-                raise CorruptError(f"it has {format_bytes(status.st_size)}")
+                raise CorruptError(f"it has {format_bytes(status.st_size)}, which is too much")
             return self._verify(file.readline(MAX_HEADER_BYTES), file.read(MAX_BYTES + 1))
 
     def write(self, artifacts: bytes) -> None:
@@ -134,13 +134,15 @@ class ArtifactFile:
         except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise CorruptError("its first line is not one that this version writes")
+            raise CorruptError("its first line is not of this version")
         if difference := self._origin.describe_difference(header):
             raise CorruptError(difference)
         if header.get("size") != len(artifacts):
-            raise CorruptError(f"it has {len(artifacts)} bytes of artifacts, not {header.get('size')}")
+            raise CorruptError(
+                f"it is damaged: it has {len(artifacts)} bytes, not {header.get('size')!r:.40}"
+            )
         if header.get("sha256") != digest(artifacts):
-            raise CorruptError("its bytes are not those that were written")
+            raise CorruptError("it is damaged: its digest is another one")
         return artifacts
 
 

@@ -16,6 +16,7 @@ import hmac
 import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_resume import constants
-from elastic_resume.background import OfferQueue
+from elastic_resume.background import lower_priority
 from elastic_resume.errors import CorruptError, MachineError
 from elastic_resume.mechanisms.compile_cache.artifact_file import MAX_BYTES, ArtifactFile, Origin, digest
 from elastic_resume.mechanisms.mechanism import StepObserver, WorkerContext
@@ -98,8 +99,8 @@ def observe(context: WorkerContext) -> CompileCache:
 class CompileCache(StepObserver):
     """Loads artifacts before the first step of a generation, and saves what it compiles."""
 
-    def __init__(self, context: WorkerContext) -> None:
-        self._context = context
+    def __init__(self, context: WorkerContext, process: _Process | None = None) -> None:
+        self._context, self._process = context, process or _process
         run_id = context.node_dir.parent.name
         self._origin = Origin.here(run_id)
         self._key = bytes.fromhex(os.environ.get(constants.ENV_WORKER_KEY, "")) or run_id.encode()
@@ -107,8 +108,7 @@ class CompileCache(StepObserver):
         self._saves = owner == context.local_rank
         self._file = ArtifactFile(context.node_dir, owner, self._origin)
         self._steps = 0
-        self._writes = OfferQueue("elastic-resume-compile-cache", self._write)
-        self._writes.start()
+        self._writer: threading.Thread | None = None
 
     def exchange(self) -> None:
         """Receive artifacts if this rank lacks them, send them to those that do, and load them once.
@@ -116,15 +116,20 @@ class CompileCache(StepObserver):
         It is a collective of all ranks.
         """
         artifacts = self._read_file()
-        is_new, _process.has_started = not _process.has_started, True
+        is_new, self._process.has_started = not self._process.has_started, True
         offers = [_parse_offer(value) for value in self._context.gather(self._make_offer(artifacts, is_new))]
         source_rank = None
         for sending in plan_sendings(offers):
             received = self._transfer(sending, offers[sending.source_rank], artifacts)
             if self._context.rank in sending.receivers and received is not None:
                 artifacts, source_rank = received, sending.source_rank
-        if is_new and artifacts is not None and self._load(artifacts, source_rank) and source_rank is not None:
-            self._put(artifacts, _process.known.copy())
+        if (
+            is_new
+            and artifacts is not None
+            and self._load(artifacts, source_rank)
+            and source_rank is not None
+        ):
+            self._put(artifacts, self._process.known.copy())
 
     def end_step(self, step: int) -> None:
         """Save what torch has compiled, at few steps; writing is a thread's work."""
@@ -135,8 +140,9 @@ class CompileCache(StepObserver):
             self._save()
 
     def close(self) -> None:
-        """Finish the write that has begun."""
-        self._writes.close(CLOSE_TIMEOUT_S)
+        """Wait for the write that has begun, at most `CLOSE_TIMEOUT_S`."""
+        if self._writer is not None:
+            self._writer.join(CLOSE_TIMEOUT_S)
 
     # ---- the start of a generation -----------------------------------------------------------------------
 
@@ -144,7 +150,9 @@ class CompileCache(StepObserver):
         try:
             return self._file.read()
         except (CorruptError, OSError) as error:
-            self._warn_once(f"the compile cache {self._file.path} is not used: {error}. It is replaced later.")
+            self._warn_once(
+                f"the compile cache {self._file.path} is not used: {error}. The model is compiled."
+            )
             return None
 
     def _make_offer(self, artifacts: bytes | None, is_new: bool) -> list[Any]:
@@ -155,7 +163,9 @@ class CompileCache(StepObserver):
         return list(offer)
 
     def _prove(self, sha256: str) -> str:
-        return hmac.digest(self._key, f"compile cache {self._origin.digest} {sha256}".encode(), "sha256").hex()
+        return hmac.digest(
+            self._key, f"compile cache {self._origin.digest} {sha256}".encode(), "sha256"
+        ).hex()
 
     def _transfer(self, sending: Sending, offer: Offer, artifacts: bytes | None) -> bytes | None:
         """Send or receive; return what a receiver may load."""
@@ -172,10 +182,13 @@ class CompileCache(StepObserver):
                 received += piece.numpy().data
         if not is_receiver:
             return None
-        is_genuine = hmac.compare_digest(offer.proof, self._prove(offer.sha256))
+        is_genuine = hmac.compare_digest(
+            offer.proof.encode(errors="replace"), self._prove(offer.sha256).encode()
+        )
         if not is_genuine or digest(received) != offer.sha256:
-            reason = "their digest is another one" if is_genuine else "they do not prove the job's secret"
-            self._warn_once(f"the compile cache of rank {sending.source_rank} is not used: {reason}.")
+            reason = "it was damaged on its way" if is_genuine else "it does not prove the job's secret"
+            rank = sending.source_rank
+            self._warn_once(f"the compile cache of rank {rank} is not used: {reason}. The model is compiled.")
             return None
         return bytes(received)
 
@@ -183,17 +196,21 @@ class CompileCache(StepObserver):
         start_s = time.monotonic()
         try:
             info = torch.compiler.load_cache_artifacts(artifacts)
-            if info is None:
-                raise ValueError("torch cannot read them")
-            _process.known = _count(info)
+            found = None if info is None else _count(info)
         except Exception as error:  # noqa: BLE001 - whatever torch raises costs a compilation
-            self._warn_once(f"compile artifacts of {format_bytes(len(artifacts))} were not loaded: {error}.")
+            found, reason = None, repr(error)
+        else:
+            reason = "torch cannot read them"
+        if found is None:
+            size = format_bytes(len(artifacts))
+            self._warn_once(f"compile artifacts of {size} were not loaded: {reason}. The model is compiled.")
             return False
+        self._process.known = found
         self._context.emit(
             "compile-cache",
             source_rank=source_rank,
             bytes=len(artifacts),
-            artifacts=_process.known.total(),
+            artifacts=found.total(),
             seconds=round(time.monotonic() - start_s, 3),
         )
         return True
@@ -208,9 +225,9 @@ class CompileCache(StepObserver):
                 return
             artifacts, found = saved[0], _count(saved[1])
         except Exception as error:  # noqa: BLE001 - as above
-            self._warn_once(f"compile artifacts were not saved: {error}.")
+            self._warn_once(f"compile artifacts were not saved: {error!r}.")
             return
-        if found <= _process.known:
+        if found <= self._process.known:
             return
         if len(artifacts) > MAX_BYTES:
             size, limit = format_bytes(len(artifacts)), format_bytes(MAX_BYTES)
@@ -219,21 +236,30 @@ class CompileCache(StepObserver):
         self._put(artifacts, found)
 
     def _put(self, artifacts: bytes, found: Counter[tuple[str, str]]) -> None:
-        if self._saves:
-            self._writes.put(artifacts, found)
+        """Write in a thread. While one writes, nothing begins: the next due step finds the same again."""
+        if not self._saves or (self._writer is not None and self._writer.is_alive()):
+            return
+        self._writer = threading.Thread(
+            target=self._write, args=(artifacts, found), name="elastic-resume-compile-cache", daemon=True
+        )
+        try:
+            self._writer.start()
+        except RuntimeError as error:  # the process may start no more threads
+            self._writer = None
+            self._warn_once(f"compile artifacts were not saved: {error}.")
 
     def _write(self, artifacts: bytes, found: Counter[tuple[str, str]]) -> None:
+        lower_priority()
         try:
             self._file.write(artifacts)
         except (MachineError, OSError) as error:
             self._warn_once(f"compile artifacts were not saved: {error}")
             return
-        _process.known = found
+        self._process.known = found
 
-    @staticmethod
-    def _warn_once(text: str) -> None:
-        if text not in _process.warned:
-            _process.warned.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._process.warned:
+            self._process.warned.add(text)
             logger.warning(text)
 
 

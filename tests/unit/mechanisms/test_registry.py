@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from elastic_resume.mechanisms import registry
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, Mechanism
+from elastic_resume.mechanisms.mechanism import (
+    AgentContext,
+    AgentPart,
+    Mechanism,
+    StepObserver,
+    WorkerContext,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +46,48 @@ def test_agent_has_no_part_of_a_mechanism_without_its_setting(
     )
     assert len(registry.make_agent_parts(context)) == len(made)
     assert found == made
+
+
+@pytest.mark.parametrize(
+    ("switches", "made", "warnings"),
+    [
+        ([["shared"], ["shared"]], [0, 1, 2], []),
+        ([[], []], [0, 2], []),
+        ([["shared"], []], [0, 2], ["--shared is ignored: rank 0 has it and rank 1 does not."]),
+        ([["other"], ["shared"]], [0, 2], ["--shared is ignored: rank 1 has it and rank 0 does not."]),
+    ],
+)
+def test_observer_with_a_switch_is_made_on_all_ranks_or_on_none(
+    switches: list[list[str]],
+    made: list[int],
+    warnings: list[str],
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may use a collective, for which the other ranks would not come. Indices stay the same."""
+    recorded: list[int] = []
+
+    def make(context: WorkerContext) -> StepObserver:
+        context.record(7)
+        return StepObserver()
+
+    makers = [lambda context: make(context) for _ in range(3)]
+    monkeypatch.setattr(registry, "_OBSERVER_MAKERS", makers)
+    monkeypatch.setattr(registry, "_OWN_SWITCHES", dict(zip(makers, ["", "shared", ""], strict=True)))
+    for rank in range(2):
+        context = cast("Any", SimpleNamespace(rank=rank, _replace=lambda **fields: SimpleNamespace(**fields)))
+        recorded.clear()
+        found = registry.make_step_observers(context, lambda index, _: recorded.append(index), switches)
+        assert len(found) == len(made)
+        assert recorded == made
+    assert [record.message.partition(" Give")[0] for record in caplog.records] == warnings
+
+
+@pytest.mark.parametrize(("text", "is_on"), [("true", True), ("on", True), ("false", False), ("", False)])
+def test_switch_reaches_the_workers_environment(text: str, is_on: bool) -> None:
+    """Under torchrun a user sets the variable; under an agent the flag and the file of --config do too."""
+    (option,) = registry._SWITCHES
+    assert (registry.read_switches({option.variable: text}) == [option.field]) is is_on
+    exported = registry.export_switches({option.field: is_on})
+    assert (registry.read_switches(exported) == [option.field]) is is_on
