@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -72,11 +73,11 @@ def test_observer_with_a_switch_is_made_on_all_ranks_or_on_none(
         context.record(7)
         return StepObserver()
 
-    makers = [lambda context: make(context) for _ in range(3)]
+    makers = [functools.partial(make) for _ in range(3)]
     monkeypatch.setattr(registry, "_OBSERVER_MAKERS", makers)
     monkeypatch.setattr(registry, "_OWN_SWITCHES", dict(zip(makers, ["", "shared", ""], strict=True)))
     for rank in range(2):
-        context = cast("Any", SimpleNamespace(rank=rank, _replace=lambda **fields: SimpleNamespace(**fields)))
+        context = cast("Any", SimpleNamespace(rank=rank, _replace=SimpleNamespace))
         recorded.clear()
         found = registry.make_step_observers(context, lambda index, _: recorded.append(index), switches)
         assert len(found) == len(made)
