@@ -26,8 +26,8 @@ COMPILE_CACHE = Mechanism(
             parse_switch,
             "false",
             has_flag=True,
-            details="and keep it beside their checkpoints. It is code, the one thing received that is run: trust "
-            "who can write there, and set a secret. Use the same on all nodes",
+            details="and keep it beside their checkpoints. It is code, the one thing received that is run: "
+            "set a secret, and trust who can write there. Use the same on all nodes",
         ),
     ),
 )

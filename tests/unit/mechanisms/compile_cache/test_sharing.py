@@ -229,7 +229,7 @@ def offer(origin: str = "here", local_rank: int = 0, *, lacks: bool = False, siz
             [Sending(0, (2,)), Sending(1, (3,))],
         ),
         ([offer(size=9), offer(lacks=True, local_rank=3)], [Sending(0, (1,))]),
-        ([offer(size=sharing.MAX_BYTES + 1), offer(lacks=True)], []),
+        ([offer(size=artifact_file.MAX_BYTES + 1), offer(lacks=True)], []),
         ([offer(size=-1), offer(lacks=True)], []),
     ],
 )
