@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 MAX_INTERVAL_STEPS = 1024
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0  # a worker that stays has 2 s to leave its world
 
 
 class Offer(NamedTuple):
@@ -83,6 +83,7 @@ class _Process:
         self.has_started = False
         self.known = Counter[tuple[str, str]]()
         """Artifacts by kind and key, those that a file has."""
+        self.writer: threading.Thread | None = None
         self.warned: set[str] = set()
 
 
@@ -108,7 +109,6 @@ class CompileCache(StepObserver):
         self._saves = owner == context.local_rank
         self._file = ArtifactFile(context.node_dir, owner, self._origin)
         self._steps = 0
-        self._writer: threading.Thread | None = None
 
     def exchange(self) -> None:
         """Receive artifacts if this rank lacks them, send them to those that do, and load them once.
@@ -123,13 +123,10 @@ class CompileCache(StepObserver):
             received = self._transfer(sending, offers[sending.source_rank], artifacts)
             if self._context.rank in sending.receivers and received is not None:
                 artifacts, source_rank = received, sending.source_rank
-        if (
-            is_new
-            and artifacts is not None
-            and self._load(artifacts, source_rank)
-            and source_rank is not None
-        ):
-            self._put(artifacts, self._process.known.copy())
+        if is_new and artifacts is not None:
+            is_loaded = self._load(artifacts, source_rank)
+            if is_loaded and source_rank is not None:
+                self._put(artifacts, self._process.known)
 
     def end_step(self, step: int) -> None:
         """Save what torch has compiled, at few steps; writing is a thread's work."""
@@ -141,8 +138,8 @@ class CompileCache(StepObserver):
 
     def close(self) -> None:
         """Wait for the write that has begun, at most `CLOSE_TIMEOUT_S`."""
-        if self._writer is not None:
-            self._writer.join(CLOSE_TIMEOUT_S)
+        if self._process.writer is not None:
+            self._process.writer.join(CLOSE_TIMEOUT_S)
 
     # ---- the start of a generation -----------------------------------------------------------------------
 
@@ -237,15 +234,15 @@ class CompileCache(StepObserver):
 
     def _put(self, artifacts: bytes, found: Counter[tuple[str, str]]) -> None:
         """Write in a thread. While one writes, nothing begins: the next due step finds the same again."""
-        if not self._saves or (self._writer is not None and self._writer.is_alive()):
+        if not self._saves or (self._process.writer is not None and self._process.writer.is_alive()):
             return
-        self._writer = threading.Thread(
+        writer = threading.Thread(
             target=self._write, args=(artifacts, found), name="elastic-resume-compile-cache", daemon=True
         )
         try:
-            self._writer.start()
+            writer.start()
+            self._process.writer = writer
         except RuntimeError as error:  # the process may start no more threads
-            self._writer = None
             self._warn_once(f"compile artifacts were not saved: {error}.")
 
     def _write(self, artifacts: bytes, found: Counter[tuple[str, str]]) -> None:
