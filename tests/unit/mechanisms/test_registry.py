@@ -83,12 +83,3 @@ def test_observer_with_a_switch_is_made_on_all_ranks_or_on_none(
         assert len(found) == len(made)
         assert recorded == made
     assert [record.message.partition(" Give")[0] for record in caplog.records] == warnings
-
-
-@pytest.mark.parametrize(("text", "is_on"), [("true", True), ("on", True), ("false", False), ("", False)])
-def test_switch_reaches_the_workers_environment(text: str, is_on: bool) -> None:
-    """Under torchrun a user sets the variable; under an agent the flag and the file of --config do too."""
-    (option,) = registry._SWITCHES
-    assert (registry.read_switches({option.variable: text}) == [option.field]) is is_on
-    exported = registry.export_switches({option.field: is_on})
-    assert (registry.read_switches(exported) == [option.field]) is is_on
