@@ -25,7 +25,7 @@ from elastic_resume import config_file, constants
 from elastic_resume.config_file import ConfigFile, Entry
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
-from elastic_resume.option import Option
+from elastic_resume.option import Option, parse_switch
 from elastic_resume.policy import going_back, proof
 from elastic_resume.policy.checkpoint_interval import AUTO, IntervalSetting
 from elastic_resume.schedulers import environment
@@ -41,7 +41,6 @@ from elastic_resume.setting_values import (
     parse_listen_address,
     parse_names,
     parse_snapshot_memory,
-    parse_switch,
     parse_transfer_address,
     suggest_similar,
     validate_directory_name,
@@ -328,6 +327,7 @@ _AGENT_VARIABLES = (
     constants.ENV_FORK_SERVER, constants.ENV_MAX_RESTARTS, constants.ENV_EARLY_START, constants.ENV_PARKED,
     constants.ENV_STATE_BYTES, constants.ENV_NEW_PROCESS, constants.ENV_SUPERVISOR_FD, constants.ENV_SLOTS,
     constants.ENV_LOCAL_RANK, constants.ENV_COMMITTER, constants.ENV_MTBF_S, constants.ENV_LAUNCH,
+    constants.ENV_WORKER_KEY,
 )  # fmt: skip
 
 

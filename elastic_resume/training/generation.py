@@ -30,7 +30,7 @@ from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ElasticResumeError, MachineError, UsageError
 from elastic_resume.mechanisms.mechanism import WorkerContext
-from elastic_resume.mechanisms.registry import make_step_observers
+from elastic_resume.mechanisms.registry import make_step_observers, read_switches
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
@@ -129,7 +129,8 @@ class Generation:
             cleanup.callback(context.events.close)
             node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
             cleanup.callback(node_dir.release)
-            page, seed, digests = _open_page_and_share_seed(context, node_dir, arguments.dataset_digest)
+            page, seed, shared = _open_page_and_gather(context, node_dir, arguments.dataset_digest)
+            digests, self._switches = [digest for digest, _ in shared], [on for _, on in shared]
             self.bucket_order = BucketOrder()
             self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
             # Else a cold start would give all ranks rank 0's.
@@ -200,7 +201,8 @@ class Generation:
         cleanup.callback(self.first_steps.close)
         cleanup.callback(self.bucket_order.close)
         cleanup.callback(self.heartbeat.close)
-        self._observers = make_step_observers(self._describe_for_observers(), self.heartbeat.set_measurement)
+        worker_context, record = self._describe_for_observers(), self.heartbeat.set_measurement
+        self._observers = make_step_observers(worker_context, record, self._switches)
         for observer in self._observers:
             cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
@@ -467,10 +469,12 @@ def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None,
         batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
 
-def _open_page_and_share_seed(
+def _open_page_and_gather(
     context: RankContext, node_dir: NodeDir, dataset_digest: int
-) -> tuple[ProgressPage, int, list[int]]:
-    """Open the node's progress page, check the node names; return rank 0's seed, and all ranks' digests.
+) -> tuple[ProgressPage, int, list[tuple[int, list[str]]]]:
+    """Open the node's progress page, check the node names; return rank 0's seed, and what ranks compare.
+
+    That is by rank the digest of its dataset, and the switches of mechanisms that are on.
 
     It takes one gather. Scripts may have given torch.manual_seed different numbers on each rank.
     """
@@ -479,11 +483,11 @@ def _open_page_and_share_seed(
         page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
         seed = torch.initial_seed()  # 64 bits, unsigned
         seed = seed if seed < 1 << 63 else seed - (1 << 64)
-        return page, [node_dir.read_identity(), seed, dataset_digest]
+        return page, [node_dir.read_identity(), seed, dataset_digest, read_switches(os.environ)]
 
     page, shared = context.run_and_gather(open_page)
-    context.check_node_names_unique([identity for identity, _, _ in shared])
-    return page, int(shared[0][1]), [int(digest) for _, _, digest in shared]
+    context.check_node_names_unique([identity for identity, *_ in shared])
+    return page, int(shared[0][1]), [(int(digest), switches) for *_, digest, switches in shared]
 
 
 def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:

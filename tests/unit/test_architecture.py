@@ -46,6 +46,8 @@ MAY_IMPORT_TORCH = (
     "config_file.py",  # torchrun's parser, for a process without that of `run`
     "agent/torchelastic.py",
     "agent/workers/forkserver.py",
+    "mechanisms/compile_cache/artifact_file.py",
+    "mechanisms/compile_cache/sharing.py",
     "mechanisms/slow_ranks/own_time.py",
     "mechanisms/mechanism.py",  # for types only
     "torchrun_handler.py",
@@ -61,6 +63,7 @@ MAX_MODULE_LINES = 800
 # testing/ may have the name of what it causes; a file there counts only if it imports the mechanism.
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
+    "compile_cache": (r"compile[-_ ]?cache|compile artifacts", {"config_file.py"}),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (
         r"hang[-_ ]?detector|stack[-_ ]?dump|hang[-_]timeout",
@@ -270,11 +273,13 @@ def test_only_atomic_io_makes_files_durable(modules: list[Module]) -> None:
 def test_nothing_is_unpickled_or_executed(modules: list[Module]) -> None:
     """Nothing received from network or disk is code.
 
-    `launch` carries a function of its caller through memory of the caller and its children.
+    `launch` carries a function of its caller through memory of the caller and its children. What
+    torch.compile has made is code; a user must turn its sharing on.
     """
-    pattern = r"\bpickle\b|broadcast_object|all_gather_object|\beval\(|\bexec\("
+    pattern = r"\bpickle\b|broadcast_object|all_gather_object|\beval\(|\bexec\(|load_cache_artifacts"
     found = {m.path: re.findall(pattern, re.sub(r'"""[\s\S]*?"""|#.*', "", m.text)) for m in modules}
     assert found.pop("agent/workers/run_main.py") == ["exec("]  # it runs the user's script
+    assert found.pop("mechanisms/compile_cache/sharing.py") == ["load_cache_artifacts"]
     own_memory = {path for path, calls in found.items() if calls}
     assert own_memory == {f"launching/{name}.py" for name in ("call_memory", "function_worker", "launcher")}
 

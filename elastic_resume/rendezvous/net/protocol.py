@@ -188,6 +188,11 @@ def derive_status_key(token: bytes) -> bytes:
     return hmac.new(token, b"elastic_resume looks", hashlib.sha256).digest()
 
 
+def derive_worker_key(token: bytes) -> bytes:
+    """Return the key by which workers of one job prove to each other what they send."""
+    return hmac.new(token, b"elastic_resume workers", hashlib.sha256).digest()
+
+
 def dial(token: bytes, run_id: str, nonce: str, *, status_only: bool = False, view: str = "") -> Handshake:
     """Run the dialler's side; ``nonce`` is 32 fresh random bytes in hexadecimal.
 
