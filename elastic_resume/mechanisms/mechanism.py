@@ -61,6 +61,8 @@ class WorkerContext(NamedTuple):
     step: int
     """The step at which the generation begins."""
     node_dir: Path
+    settings: Mapping[str, Any]
+    """The parsed value of each `Option` of a mechanism that is for workers, by its field."""
     tracked: Mapping[str, Any]
     """The script's objects by name, and records of elastic_resume."""
     emit: Callable[..., Any]

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 from elastic_resume.mechanisms.archive import ARCHIVE
+from elastic_resume.mechanisms.compute_check import COMPUTE_CHECK
 from elastic_resume.mechanisms.gpu_health import GPU_HEALTH
 from elastic_resume.mechanisms.hangs import HANGS
 from elastic_resume.mechanisms.mechanism import (
@@ -25,6 +26,7 @@ from elastic_resume.mechanisms.unreachable_peers import UNREACHABLE_PEERS
 
 MECHANISMS: tuple[Mechanism, ...] = (
     ARCHIVE,
+    COMPUTE_CHECK,
     GPU_HEALTH,
     HANGS,
     ON_EVENT,

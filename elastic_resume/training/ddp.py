@@ -36,4 +36,5 @@ def wrap(model: nn.Module, *, is_tracked: bool, **arguments: Any) -> Distributed
     wrapped = DistributedDataParallel(model, **{**chosen, **arguments})
     reference = weakref.ref(wrapped)  # the registration outlives the generation
     failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
+    failpoints.register_action("wrong-gradients", lambda: failpoints.flip_gradients(reference()))
     return wrapped

@@ -22,7 +22,7 @@ from elastic_resume import constants, failpoints
 from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.config import Settings
+from elastic_resume.config import Settings, read_worker_options
 from elastic_resume.data import elastic_sampler, rng
 from elastic_resume.data.dataset_digest import digest_dataset
 from elastic_resume.data.global_batches import GlobalBatches
@@ -220,6 +220,7 @@ class Generation:
             generation=self.number,
             step=self.progress.position.step,
             node_dir=context.node_dir,
+            settings=read_worker_options(os.environ),
             tracked=self.tracked,
             emit=self.emit,
             record=lambda _: None,
