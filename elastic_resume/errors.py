@@ -157,8 +157,8 @@ class NodeFileError(MachineError):
 class HardwareError(MachineError):
     """The machine of this rank computes wrongly.
 
-    Raised by `Run.step` on the rank that compute checks have named twice. Its agent leaves the job. Test the
-    machine, or replace it: the text names the node and the GPU.
+    Raised by `Run.step` on a rank whose gradients differed from all others' twice, from the same batch. Its
+    agent leaves the job. Test the machine, or replace it: the text names the node and the GPU.
     """
 
     is_deterministic = False  # the others continue

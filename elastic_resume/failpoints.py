@@ -389,7 +389,7 @@ def flip_gradients(wrapped: Any) -> None:
         @staticmethod
         def forward(ctx: Any, tensor: Any) -> Any:
             del ctx
-            return tensor.view_as(tensor)
+            return tensor.clone()
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -405,6 +405,8 @@ def flip_gradients(wrapped: Any) -> None:
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        return FlipBit.apply(output) if getattr(output, "requires_grad", False) else output
+        if isinstance(output, tuple):  # of a recurrent layer
+            return (FlipBit.apply(output[0]), *output[1:])
+        return FlipBit.apply(output) if output.requires_grad else output
 
     layer.forward = compute

@@ -46,6 +46,10 @@ MAY_IMPORT_TORCH = (
     "config_file.py",  # torchrun's parser, for a process without that of `run`
     "agent/torchelastic.py",
     "agent/workers/forkserver.py",
+    *(
+        f"mechanisms/compute_check/{name}.py"
+        for name in ("check", "computation", "device", "recorder", "request")
+    ),
     "mechanisms/slow_ranks/own_time.py",
     "mechanisms/mechanism.py",  # for types only
     "torchrun_handler.py",
@@ -60,6 +64,7 @@ MAX_MODULE_LINES = 800
 # failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted.
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
+    "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (
         r"hang[-_ ]?detector|stack[-_ ]?dump|hang[-_]timeout",

@@ -47,12 +47,12 @@ COMPUTE_CHECK = Mechanism(
         Option(
             "check-compute-every",
             "N",
-            "let all ranks compute one batch every N steps, and compare",
+            "all ranks compute one batch every N steps; 0: off",
             _parse_steps,
             "0",
             has_flag=True,
-            details="finds a GPU that computes wrongly, and excludes its node at the second time; 0: off. A "
-            "check costs about a step",
+            details="finds a GPU that computes wrongly, and excludes its node at the second time; a check costs "
+            "about a step",
             is_for_workers=True,
         ),
     ),
