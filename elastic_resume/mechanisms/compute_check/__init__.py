@@ -51,8 +51,8 @@ COMPUTE_CHECK = Mechanism(
             _parse_steps,
             "0",
             has_flag=True,
-            details="finds a GPU that computes wrongly, and excludes its node at the second time; a check costs "
-            "about a step",
+            details="finds a GPU that computes wrongly, and excludes its node at the second time; a check "
+            "costs about a step",
             is_for_workers=True,
         ),
     ),

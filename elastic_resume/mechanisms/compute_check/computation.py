@@ -97,7 +97,9 @@ def _replaced_parts(
     parts = dict(module.named_modules())
     if len(parts) != len(request.modes):
         raise NotCheckable(f"it has {len(parts)} parts here, and {len(request.modes)} on rank 0")
-    new = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in module.parameters()}
+    new: dict[Tensor, nn.Parameter] = {
+        p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in module.parameters()
+    }
     state = tensors[len(tensors) - len(request.state) :]
     with contextlib.ExitStack() as cleanup:
         for part, mode in zip(parts.values(), request.modes, strict=True):
@@ -115,8 +117,8 @@ def _replaced_parts(
                 elif isinstance(value, list) and any(isinstance(item, nn.Parameter) for item in value):
                     own[name] = [new.get(item, item) if isinstance(item, Tensor) else item for item in value]
         for (path, name), tensor in zip(request.state, state, strict=True):
-            buffers = parts[path]._buffers  # noqa: SLF001
-            (buffers if name in buffers else vars(parts[path]))[name] = tensor
+            attributes: dict[str, Any] = vars(parts[path])
+            (attributes["_buffers"] if name in attributes["_buffers"] else attributes)[name] = tensor
         yield dict(module.named_parameters())
 
 

@@ -45,8 +45,8 @@ NAMED = {
             NAMED | {"gpu": "", "times": 1, "agreed_step": 0, "has_other_inputs": True},
             (
                 "rank 1 on n1 computes other gradients than the majority at step 9, but from other "
-                "parameters or another batch: its replica or its network is wrong (no check of this generation agreed "
-                "before)"
+                "parameters or another batch: its replica or its network is wrong (no check of this "
+                "generation agreed before)"
             ),
         ),
         (
