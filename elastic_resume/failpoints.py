@@ -28,7 +28,6 @@ import contextlib
 import ctypes
 import errno
 import json
-import math
 import mmap
 import os
 import signal
@@ -373,40 +372,3 @@ def skip_next_reduction(wrapped: Any) -> None:
 
     wrapped.require_backward_grad_sync = False
     hook = wrapped.register_forward_hook(restore_reduction)
-
-
-def flip_gradients(wrapped: Any) -> None:
-    """Let a DDP module compute wrong gradients from now on, as a broken device does.
-
-    One bit of a gradient within each backward pass is another: the highest of the mantissa of the largest
-    element. It happens within the first layer with parameters, whoever calls that.
-    """
-    if wrapped is None:
-        return
-    import torch  # noqa: PLC0415 - a worker has it
-
-    class FlipBit(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Any) -> Any:
-            del ctx
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            del ctx
-            wrong = gradients[0].clone().contiguous()
-            word = getattr(torch, f"int{8 * wrong.itemsize}")
-            mantissa_bits = -math.frexp(torch.finfo(wrong.dtype).eps)[1] + 1
-            wrong.view(-1)[wrong.abs().argmax()].view(word).bitwise_xor_(1 << (mantissa_bits - 1))
-            return wrong
-
-    layer = next(part for part in wrapped.modules() if any(p.requires_grad for p in part.parameters(False)))
-    forward = layer.forward
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if isinstance(output, tuple):  # of a recurrent layer
-            return (FlipBit.apply(output[0]), *output[1:])
-        return FlipBit.apply(output) if output.requires_grad else output
-
-    layer.forward = compute

@@ -13,11 +13,12 @@ same at each point, and no collective waits for a rank that does not come.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ from elastic_resume.mechanisms.compute_check.description import (
     CHECK_EVENT,
     DIFFERENCE_EVENT,
     OFF_EVENT,
-    Difference,
+    GradientDifference,
     describe_difference,
     describe_off,
 )
 from elastic_resume.mechanisms.compute_check.device import describe_device, find_gpu_uuid, find_obstacle
 from elastic_resume.mechanisms.compute_check.judge import (
-    Comparison,
+    ComputeComparison,
     Outcome,
     RankResult,
     compare,
@@ -68,7 +69,9 @@ class ComputeCheck(StepObserver):
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []
         self._recorders: dict[int, CallRecorder] = {}
         """By the index of the wrapper; of this step, on rank 0."""
-        self._has_compared = self._has_warned = False
+        self._has_warned = False
+        self._compared: set[int] = set()
+        """The wrappers, by index, that were checked before: from then on one computation is enough."""
         self._agreed_step = 0
         self._unstable_ranks: set[int] = set()
         self._own: list[dict[str, str]] = []
@@ -158,18 +161,20 @@ class ComputeCheck(StepObserver):
         is_equal = True
         for index, size in enumerate(rows[0]):
             if size:
-                is_equal &= self._check_model(wrappers[index], calls.get(index), size)
+                times = 1 if index in self._compared and self._context.world_size > 1 else 2
+                is_equal &= self._check_model(wrappers[index], calls.get(index), size, times)
+                self._compared.add(index)
         if any(rows[0]) and is_equal:
             self._agreed_step = self._step
         return any(rows[0])
 
-    def _check_model(self, ddp: DistributedDataParallel | None, call: Call | None, size: int) -> bool:
+    def _check_model(
+        self, ddp: DistributedDataParallel | None, call: Call | None, size: int, times: int
+    ) -> bool:
         """Compute a call of rank 0 on all ranks; return whether all have the same."""
         module, request, tensors = self._receive(ddp, call, size)
         self._own = []
-        times = 1 if self._has_compared and self._context.world_size > 1 else 2
         results = self._measure(module, request, tensors, times)
-        self._has_compared = True
         if needs_repeat(results):
             more = self._measure(module, request, tensors, REPEATS)
             results = [
@@ -211,7 +216,7 @@ class ComputeCheck(StepObserver):
             own = [compute(module, request, tensors, is_strict=self._is_strict) for _ in range(times)]
         except Exception as error:  # noqa: BLE001 - whatever the model raises, of which other ranks must know
             problem = _describe_error(error)
-        digests = [xxhash.xxh3_64("".join(each.values()).encode()).hexdigest() for each in own]
+        digests = [_combine(each.values()) for each in own]
         row = {"problem": problem, "digests": digests, "device": describe_device(_find_device(module))}
         rows = self._context.gather(row)
         problems = [f"{each['problem']} (rank {rank})" for rank, each in enumerate(rows) if each["problem"]]
@@ -224,7 +229,7 @@ class ComputeCheck(StepObserver):
         return [RankResult(tuple(each["digests"]), each["device"]) for each in rows]
 
     def _report(
-        self, comparison: Comparison, results: Sequence[RankResult], inputs: Sequence[Tensor]
+        self, comparison: ComputeComparison, results: Sequence[RankResult], inputs: Sequence[Tensor]
     ) -> None:
         """Log and emit a difference.
 
@@ -236,7 +241,7 @@ class ComputeCheck(StepObserver):
         rows = context.gather(
             {
                 "digests": [[digest[:8] for digest in each.values()] for each in self._own],
-                "inputs": "".join(map(digest_tensor, inputs)),
+                "inputs": _combine(map(digest_tensor, inputs)),
                 "node": context.node_dir.name,
                 "gpu": gpu,
                 "times": 1 + self._count_earlier(gpu),
@@ -244,14 +249,13 @@ class ComputeCheck(StepObserver):
         )
         if comparison.outcome is Outcome.UNKNOWN:
             ranks = tuple(f"{rank} on {rows[rank]['node']}" for rank in comparison.ranks)
-            self._log_and_emit(
-                Difference(self._step, ranks=ranks, agreed_step=self._agreed_step), context.rank == 0
-            )
+            found = GradientDifference(self._step, ranks=ranks, agreed_step=self._agreed_step)
+            self._log_and_emit(found, is_own=context.rank == 0)
             return
         self._unstable_ranks |= {rank for rank in comparison.ranks if not results[rank].is_stable}
         for rank in comparison.ranks:
             row, right = rows[rank], rows[comparison.majority[rank]]
-            found = Difference(
+            found = GradientDifference(
                 self._step,
                 rank,
                 row["node"],
@@ -277,13 +281,15 @@ class ComputeCheck(StepObserver):
     def _count_earlier(self, gpu: str) -> int:
         """Count the times that this GPU, or this local rank without one, was named before in this run."""
         log = events.read(self._context.node_dir / constants.EVENTS_FILE)
-        key = ("gpu", gpu) if gpu else ("local_rank", self._context.local_rank)
-        named = (
-            event for event in log if event["event"] == DIFFERENCE_EVENT and event.get("rank") is not None
-        )
-        return sum(event.get(key[0]) == key[1] and not event.get("has_other_inputs") for event in named)
+        key, value = ("gpu", gpu) if gpu else ("local_rank", self._context.local_rank)
+        found: list[events.Event] = []
+        with contextlib.suppress(OSError):  # a bad disk must not end a rank for which the others wait
+            found.extend(
+                event for event in log if event["event"] == DIFFERENCE_EVENT and event.get(key) == value
+            )
+        return sum(event.get("rank") is not None and not event.get("has_other_inputs") for event in found)
 
-    def _log_and_emit(self, found: Difference, *, is_own: bool) -> None:
+    def _log_and_emit(self, found: GradientDifference, *, is_own: bool) -> None:
         if is_own or self._context.rank == 0:
             logger.warning("%s.", describe_difference(found))
         if is_own:
@@ -313,6 +319,10 @@ class ComputeCheck(StepObserver):
 def _find_due_step(step: int, every: int) -> int:
     """Return the first step after ``step`` that is due."""
     return (step // every + 1) * every
+
+
+def _combine(digests: Iterable[str]) -> str:
+    return xxhash.xxh3_64("".join(digests).encode()).hexdigest()
 
 
 def _unwrap(ddp: DistributedDataParallel | None) -> nn.Module:

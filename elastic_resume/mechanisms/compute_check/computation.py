@@ -62,19 +62,23 @@ def compute(
 
 
 def digest_tensor(tensor: Tensor) -> str:
-    """Return a digest of a tensor's bytes; a GPU sums its rows up and sends a thousandth of them.
-
-    A row's number is the sum of its words, each multiplied by an odd number of its column, modulo 2^64.
-    """
+    """Return a digest of a tensor's bytes; a GPU sums up its rows, and sends a thousandth of the bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.device.type != "cpu":
-        flat = nn.functional.pad(flat, (0, -flat.numel() % (8 * WORDS_PER_ROW)))
-        rows = flat.view(torch.int64).view(-1, WORDS_PER_ROW)
-        columns = torch.arange(WORDS_PER_ROW, device=flat.device)
-        flat = (rows * (columns * 0x1E3779B97F4A7C15 | 1)).sum(1).cpu().view(torch.uint8)
+        flat = sum_rows(flat).cpu().view(torch.uint8)
     digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     digest.update(ctypes.string_at(flat.data_ptr(), flat.numel()))
     return digest.hexdigest()
+
+
+def sum_rows(data: Tensor) -> Tensor:
+    """Return a number for each 8 KiB: the sum of its words, each times an odd number of its column.
+
+    It is modulo 2^64, so another word always changes it, and several nearly always do.
+    """
+    rows = nn.functional.pad(data, (0, -data.numel() % (8 * WORDS_PER_ROW))).view(torch.int64)
+    columns = torch.arange(WORDS_PER_ROW, device=data.device) * 0x1E3779B97F4A7C15 | 1
+    return (rows.view(-1, WORDS_PER_ROW) * columns).sum(1)
 
 
 def list_state(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

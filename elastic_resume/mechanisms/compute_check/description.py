@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_resume.events import Event, get_count
-from elastic_resume.mechanisms.compute_check.judge import Comparison, Outcome
+from elastic_resume.mechanisms.compute_check.judge import ComputeComparison, Outcome
 from elastic_resume.mechanisms.mechanism import AlertKind, Gauge, StatusMember
 
 CHECK_EVENT, DIFFERENCE_EVENT, OFF_EVENT = "compute-check", "gradients-differ", "compute-check-off"
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class GradientDifference:
     """A rank whose gradients differ from the majority's, or ranks without a majority."""
 
     step: int
@@ -44,7 +44,7 @@ class ComputeCheckStatus:
     """How often a rank of this node was named since its agent started."""
 
 
-def describe_difference(found: Difference) -> str:
+def describe_difference(found: GradientDifference) -> str:
     """Say which rank computes wrongly, and since when."""
     agreed = found.agreed_step
     since = f"all ranks agreed at step {agreed}" if agreed else "no check of this generation agreed before"
@@ -71,7 +71,7 @@ def describe_difference(found: Difference) -> str:
 _ORDINALS = {2: "second", 3: "third"}
 
 
-def describe_off(comparison: Comparison, agreed_step: int) -> str:
+def describe_off(comparison: ComputeComparison, agreed_step: int) -> str:
     """Say why a comparison shows that none is possible."""
     agreed = f", though all ranks agreed at step {agreed_step}" if agreed_step else ""
     if comparison.outcome is Outcome.ALL_DIFFERENT:
@@ -90,9 +90,9 @@ def describe_status(status: ComputeCheckStatus) -> str:
     return f"{text}; a rank of this node was wrong {status.wrong} times" if status.wrong else text
 
 
-def read_difference(event: Event) -> Difference:
+def read_difference(event: Event) -> GradientDifference:
     """Return the difference of an event."""
-    return Difference(
+    return GradientDifference(
         get_count(event, "step") or 0,
         get_count(event, "rank"),
         *(str(event.get(name) or "") for name in ("node", "gpu", "name")),

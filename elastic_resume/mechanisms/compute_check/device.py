@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 
 import torch
@@ -46,6 +47,7 @@ def find_gpu_uuid(device: torch.device) -> str:
     return f"GPU-{uuid}" if uuid else ""
 
 
+@functools.cache
 def _read_cpu_model() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

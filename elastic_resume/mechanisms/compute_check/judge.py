@@ -40,7 +40,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComputeComparison:
     """The outcome, and the ranks that it concerns: the odd ones, or those without a majority.
 
     ``majority`` has for each odd rank one with the right result.
@@ -57,7 +57,7 @@ def needs_repeat(results: Sequence[RankResult]) -> bool:
     return any(len({digest for rank in group for digest in results[rank].digests}) > 1 for group in groups)
 
 
-def compare(results: Sequence[RankResult], unstable_before: Collection[int] = ()) -> Comparison:
+def compare(results: Sequence[RankResult], unstable_before: Collection[int] = ()) -> ComputeComparison:
     """Compare the ranks' results.
 
     ``unstable_before`` are the ranks that were odd and differed from themselves in earlier checks. If such
@@ -68,24 +68,24 @@ def compare(results: Sequence[RankResult], unstable_before: Collection[int] = ()
     for group in _group(results):
         unstable = [rank for rank in group if not results[rank].is_stable]
         if 2 * len(unstable) > len(group):
-            return Comparison(Outcome.UNSTABLE, tuple(unstable))
+            return ComputeComparison(Outcome.UNSTABLE, tuple(unstable))
         counts = Counter(results[rank].digests[0] for rank in group if results[rank].is_stable)
         ((digest, count),) = counts.most_common(1)
         if 2 * count > len(group):
             agreeing = [rank for rank in group if set(results[rank].digests) == {digest}]
             odd |= {rank: agreeing[0] for rank in group if rank not in agreeing}
         elif len(counts) == len(group) > 2:
-            return Comparison(Outcome.ALL_DIFFERENT, tuple(group))
+            return ComputeComparison(Outcome.ALL_DIFFERENT, tuple(group))
         else:
             unknown += group
     if odd:
         unstable = [rank for rank in odd if not results[rank].is_stable]
         if unstable and set(unstable_before) - set(unstable):
-            return Comparison(Outcome.UNSTABLE, tuple(unstable))
-        return Comparison(Outcome.ODD, tuple(sorted(odd)), odd)
+            return ComputeComparison(Outcome.UNSTABLE, tuple(unstable))
+        return ComputeComparison(Outcome.ODD, tuple(sorted(odd)), odd)
     if unknown:
-        return Comparison(Outcome.UNKNOWN, tuple(sorted(unknown)))
-    return Comparison(Outcome.EQUAL)
+        return ComputeComparison(Outcome.UNKNOWN, tuple(sorted(unknown)))
+    return ComputeComparison(Outcome.EQUAL)
 
 
 def _group(results: Sequence[RankResult]) -> list[list[int]]:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from elastic_resume import failpoints
 from elastic_resume.mechanisms.compute_check.computation import compute
 from elastic_resume.mechanisms.compute_check.recorder import CallRecorder
 from elastic_resume.mechanisms.compute_check.request import NotCheckable, Request
+from elastic_resume.training.wrong_gradients import flip_gradients
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),
@@ -198,7 +198,7 @@ def test_one_wrong_bit_in_the_backward_pass_changes_gradients(kind: str) -> None
     """The fault that a job's rank gets, in the first layer."""
     ddp, request, tensors, _ = record(kind)
     right = compute(ddp.module, request, tensors, is_strict=True)
-    failpoints.flip_gradients(ddp)
+    flip_gradients(ddp)
     wrong = compute(ddp.module, request, tensors, is_strict=True)
     differ = {name for name in right if right[name] != wrong[name]}
     assert differ

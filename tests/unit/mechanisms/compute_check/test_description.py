@@ -14,7 +14,7 @@ from elastic_resume.mechanisms.compute_check.description import (
     describe_off,
     describe_status,
 )
-from elastic_resume.mechanisms.compute_check.judge import Comparison, Outcome
+from elastic_resume.mechanisms.compute_check.judge import ComputeComparison, Outcome
 from elastic_resume.mechanisms.compute_check.reporter import ComputeCheckReporter
 from tests.support.agent_parts import make_agent_context
 
@@ -68,9 +68,9 @@ def test_event_is_described(fields: dict[str, Any], text: str) -> None:
 
 def test_reason_of_no_checks_is_described() -> None:
     """A model that is not deterministic looks like a broken machine, if all were equal before."""
-    text = describe_off(Comparison(Outcome.UNSTABLE, (0, 2)), 12)
+    text = describe_off(ComputeComparison(Outcome.UNSTABLE, (0, 2)), 12)
     assert "(rank 0, 2), though all ranks agreed at step 12: the model is not deterministic" in text
-    assert "depends on its rank" in describe_off(Comparison(Outcome.ALL_DIFFERENT, (0, 1, 2)), 0)
+    assert "depends on its rank" in describe_off(ComputeComparison(Outcome.ALL_DIFFERENT, (0, 1, 2)), 0)
 
 
 def test_agent_keeps_the_newest_check_and_counts_wrong_ones() -> None:
