@@ -24,26 +24,26 @@ from elastic_resume.mechanisms.compute_check.check import ComputeCheck
 from elastic_resume.mechanisms.mechanism import WorkerContext
 from elastic_resume.training.heartbeat import count_collectives
 
-RANKS, CHECKS = 3, 30
+RANKS, CHECKS = 3, 12
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "ten layers of 512, BatchNorm, dropout": (
+    "ten layers of 256, BatchNorm, dropout": (
         lambda: nn.Sequential(
             *(
-                nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.1))
+                nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1))
                 for _ in range(10)
             )
         ),
-        torch.randn(256, 512),
+        torch.randn(256, 256),
     ),
-    "four transformer layers, 12.6 M parameters": (
+    "four transformer layers of 128": (
         lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(512, 8, batch_first=True), 4, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(128, 8, 512, batch_first=True), 4, enable_nested_tensor=False
         ),
-        torch.randn(8, 64, 512),
+        torch.randn(8, 64, 128),
     ),
-    "convolutions of 64 channels": (
+    "convolutions of 32 channels": (
         lambda: nn.Sequential(
-            nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)
+            nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32)
         ),
         torch.randn(16, 3, 32, 32),
     ),

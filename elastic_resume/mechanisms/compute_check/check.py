@@ -37,7 +37,12 @@ from elastic_resume.mechanisms.compute_check.description import (
     describe_difference,
     describe_off,
 )
-from elastic_resume.mechanisms.compute_check.device import describe_device, find_gpu_uuid, find_obstacle
+from elastic_resume.mechanisms.compute_check.device import (
+    describe_device,
+    find_gpu_uuid,
+    find_obstacle,
+    unwrap,
+)
 from elastic_resume.mechanisms.compute_check.judge import (
     ComputeComparison,
     Outcome,
@@ -65,6 +70,8 @@ class ComputeCheck(StepObserver):
         self._step = context.step
         self._next_step = _find_due_step(context.step, every)
         self._is_on = True
+        self._may_be_due = False
+        """Whether this step may be due, so that rank 0 records it; more than one step may end at once."""
         self._is_strict = True
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []
         self._recorders: dict[int, CallRecorder] = {}
@@ -76,6 +83,7 @@ class ComputeCheck(StepObserver):
         self._unstable_ranks: set[int] = set()
         self._own: list[dict[str, str]] = []
         """The digests of this rank, of each time that it has computed in this check."""
+        self._attach()
 
     def watch(self, ddp: DistributedDataParallel) -> None:
         """Check ``ddp`` too."""
@@ -96,7 +104,7 @@ class ComputeCheck(StepObserver):
             recorder.detach()
         if not self._is_on:
             return
-        if step >= self._next_step:
+        if self._may_be_due and step >= self._next_step:
             self._next_step = _find_due_step(step, self._every)
             started_at = time.monotonic()
             try:
@@ -121,12 +129,13 @@ class ComputeCheck(StepObserver):
         self._recorders = {}
 
     def _attach(self) -> None:
-        if not self._is_on or self._context.rank or self._step + 1 < self._next_step:
+        self._may_be_due = self._is_on and self._step + 1 >= self._next_step
+        if not self._may_be_due or self._context.rank:
             return
         for index, wrapper in enumerate(self._wrappers):
             ddp = wrapper()
             if ddp is not None and index not in self._recorders:
-                recorder = CallRecorder(ddp.module, self._context.count_collectives)
+                recorder = CallRecorder(ddp, self._context.count_collectives)
                 self._recorders[index] = recorder
                 recorder.attach()
 
@@ -135,10 +144,9 @@ class ComputeCheck(StepObserver):
     def _check(self, recorders: dict[int, CallRecorder]) -> bool:
         """Check the models that rank 0 has called in this step; return whether there was one."""
         calls: dict[int, Call] = {}
-        wrappers = [wrapper() for wrapper in self._wrappers]
-        problem, sizes = "", [0] * len(wrappers)
+        problem, sizes = "", [0] * len(self._wrappers)
         try:
-            for ddp in filter(None, wrappers):
+            for ddp in filter(None, (wrapper() for wrapper in self._wrappers)):
                 find_obstacle(ddp)
             for index, recorder in recorders.items():
                 if (call := recorder.take()) is not None:
@@ -161,19 +169,17 @@ class ComputeCheck(StepObserver):
         is_equal = True
         for index, size in enumerate(rows[0]):
             if size:
-                times = 1 if index in self._compared and self._context.world_size > 1 else 2
-                is_equal &= self._check_model(wrappers[index], calls.get(index), size, times)
-                self._compared.add(index)
+                is_equal &= self._check_model(index, calls.get(index), size)
         if any(rows[0]) and is_equal:
             self._agreed_step = self._step
         return any(rows[0])
 
-    def _check_model(
-        self, ddp: DistributedDataParallel | None, call: Call | None, size: int, times: int
-    ) -> bool:
+    def _check_model(self, index: int, call: Call | None, size: int) -> bool:
         """Compute a call of rank 0 on all ranks; return whether all have the same."""
-        module, request, tensors = self._receive(ddp, call, size)
+        module, request, tensors = self._receive(index, call, size)
         self._own = []
+        times = 1 if index in self._compared and self._context.world_size > 1 else 2
+        self._compared.add(index)
         results = self._measure(module, request, tensors, times)
         if needs_repeat(results):
             more = self._measure(module, request, tensors, REPEATS)
@@ -189,16 +195,20 @@ class ComputeCheck(StepObserver):
             self._report(comparison, results, [*state, *tensors])
         return comparison.outcome is Outcome.EQUAL
 
-    def _receive(
-        self, ddp: DistributedDataParallel | None, call: Call | None, size: int
-    ) -> tuple[nn.Module, Request, list[Tensor]]:
+    def _find_wrapper(self, index: int) -> DistributedDataParallel:
+        ddp = self._wrappers[index]()
+        if ddp is None:
+            raise NotCheckable("a model is gone")
+        return ddp
+
+    def _receive(self, index: int, call: Call | None, size: int) -> tuple[nn.Module, Request, list[Tensor]]:
         """Return the model without wrappers, and rank 0's call."""
         data = torch.frombuffer(bytearray(call[0].to_bytes() if call else size), dtype=torch.uint8)
         self._broadcast([data])
         module, tensors, problem = nn.Module(), [], ""
         request = Request.from_bytes(bytes(data.tolist()))
         try:
-            module = _unwrap(ddp)
+            module = unwrap(self._find_wrapper(index))
             device = _find_device(module)
             tensors = call[1] if call else [form.allocate(device) for form in request.formats]
         except Exception as error:  # noqa: BLE001 - also of the device, whose memory may be full
@@ -323,14 +333,6 @@ def _find_due_step(step: int, every: int) -> int:
 
 def _combine(digests: Iterable[str]) -> str:
     return xxhash.xxh3_64("".join(digests).encode()).hexdigest()
-
-
-def _unwrap(ddp: DistributedDataParallel | None) -> nn.Module:
-    """Return the model in DDP, without torch.compile."""
-    if ddp is None:
-        raise NotCheckable("a model is gone")
-    module: nn.Module = getattr(ddp.module, "_orig_mod", ddp.module)
-    return module
 
 
 def _find_device(module: nn.Module) -> torch.device:

@@ -121,7 +121,7 @@ def _replaced_parts(
                 elif isinstance(value, list) and any(isinstance(item, nn.Parameter) for item in value):
                     own[name] = [new.get(item, item) if isinstance(item, Tensor) else item for item in value]
         for (path, name), tensor in zip(request.state, state, strict=True):
-            attributes: dict[str, Any] = vars(parts[path])
+            attributes: Any = vars(parts[path])
             (attributes["_buffers"] if name in attributes["_buffers"] else attributes)[name] = tensor
         yield dict(module.named_parameters())
 

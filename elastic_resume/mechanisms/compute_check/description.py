@@ -95,7 +95,9 @@ def read_difference(event: Event) -> GradientDifference:
     return GradientDifference(
         get_count(event, "step") or 0,
         get_count(event, "rank"),
-        *(str(event.get(name) or "") for name in ("node", "gpu", "name")),
+        str(event.get("node") or ""),
+        str(event.get("gpu") or ""),
+        str(event.get("name") or "a gradient"),
         get_count(event, "agreed_step") or 0,
         get_count(event, "times") or 1,
         has_other_inputs=event.get("has_other_inputs") is True,

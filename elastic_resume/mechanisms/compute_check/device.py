@@ -13,6 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_resume.mechanisms.compute_check.request import NotCheckable, TensorFormat
 
 
+def unwrap(ddp: DistributedDataParallel) -> nn.Module:
+    """Return the model in DDP, without torch.compile."""
+    module: nn.Module = getattr(ddp.module, "_orig_mod", ddp.module)
+    return module
+
+
 def find_obstacle(ddp: DistributedDataParallel) -> None:
     """Look for what no check can repeat.
 
@@ -20,7 +26,7 @@ def find_obstacle(ddp: DistributedDataParallel) -> None:
         NotCheckable: there is such a thing.
 
     """
-    module = ddp.module
+    module = unwrap(ddp)
     devices = {parameter.device for parameter in module.parameters()}
     if len(devices) != 1:
         raise NotCheckable(f"its parameters are on {len(devices)} devices")

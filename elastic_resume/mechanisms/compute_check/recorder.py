@@ -1,4 +1,8 @@
-"""Keep what a model is called with, on rank 0, in the steps that are checked."""
+"""Keep what a model is called with, on rank 0, in the steps that are checked.
+
+The call is that of DDP: hooks of a model that is compiled in place would be compiled too. Collectives are
+counted within it, since DDP sends buffers before it calls the model.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from elastic_resume.mechanisms.compute_check.computation import list_state, read_modes
+from elastic_resume.mechanisms.compute_check.device import unwrap
 from elastic_resume.mechanisms.compute_check.request import NotCheckable, Request, TensorFormat, encode
 
 
 class CallRecorder:
     """Keeps the newest call of a model that may train, from `attach` to `take`."""
 
-    def __init__(self, module: nn.Module, count_collectives: Callable[[], int]) -> None:
-        """``module`` is within DDP: its arguments are on their device, and its buffers are rank 0's."""
-        self._module = module
+    def __init__(self, ddp: DistributedDataParallel, count_collectives: Callable[[], int]) -> None:
+        self._ddp = ddp
         self._count_collectives = count_collectives
         self._collectives = 0
         self._hooks: list[RemovableHandle] = []
@@ -28,8 +33,9 @@ class CallRecorder:
     def attach(self) -> None:
         """Begin to record, after the script's own hooks have seen a call."""
         self._hooks = [
-            self._module.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True),
-            self._module.register_forward_hook(_Hook(self._end)),
+            self._ddp.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True),
+            self._ddp.module.register_forward_pre_hook(_Hook(self._count)),
+            self._ddp.module.register_forward_hook(_Hook(self._compare_count)),
         ]
 
     def detach(self) -> None:
@@ -54,13 +60,15 @@ class CallRecorder:
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        self._collectives = self._count_collectives()
         try:
-            self._call, self._problem = _record(self._module, args, kwargs), None
+            self._call, self._problem = _record(self._ddp, args, kwargs), None
         except NotCheckable as problem:
             self._problem = problem
 
-    def _end(self, *_: object) -> None:
+    def _count(self, *_: object) -> None:
+        self._collectives = self._count_collectives()
+
+    def _compare_count(self, *_: object) -> None:
         if self._count_collectives() != self._collectives and torch.is_grad_enabled():
             self._problem = NotCheckable(
                 "its forward pass has a collective, in which ranks would wait for each other"
@@ -89,10 +97,14 @@ def _do_nothing(*_: object) -> None:
     pass
 
 
-def _record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Request, list[Tensor]]:
-    tensors: list[Tensor] = []
+def _record(
+    ddp: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Request, list[Tensor]]:
+    module, tensors = unwrap(ddp), list[Tensor]()
     arguments = encode(args, "argument ", tensors)
     keywords = encode(kwargs, "keyword ", tensors)
+    if ddp.device_ids:  # as DDP does with arguments
+        tensors = [tensor.to(torch.device(ddp.device_type, ddp.device_ids[0])) for tensor in tensors]
     formats = [TensorFormat.of(tensor, f"argument tensor {i}") for i, tensor in enumerate(tensors)]
     state = list(list_state(module))
     for path, name, tensor in state:

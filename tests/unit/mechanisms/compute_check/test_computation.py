@@ -164,7 +164,7 @@ def record(kind: str) -> tuple[DistributedDataParallel, Request, list[Tensor], l
     [*ddp.module.children()][-1].register_full_backward_hook(lambda *_: called.append("part"))
     trained = next(parameter for parameter in ddp.module.parameters() if parameter.requires_grad)
     trained.register_post_accumulate_grad_hook(lambda *_: called.append("parameter"))
-    recorder = CallRecorder(ddp.module, int)
+    recorder = CallRecorder(ddp, int)
     recorder.attach()
     output = call(ddp)
     if isinstance(output, dict):
@@ -227,7 +227,7 @@ def test_error_of_a_model_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
 def test_call_without_gradients_is_not_recorded_and_the_newest_is() -> None:
     """An evaluation may follow, and several batches be accumulated."""
     ddp = DistributedDataParallel(Plain())
-    recorder = CallRecorder(ddp.module, int)
+    recorder = CallRecorder(ddp, int)
     recorder.attach()
     with ddp.no_sync():
         ddp(X).sum().backward()
@@ -243,9 +243,9 @@ def test_call_without_gradients_is_not_recorded_and_the_newest_is() -> None:
 def test_copies_of_a_recorded_model_record_nothing() -> None:
     """A script may copy or pickle its model at any time."""
     ddp = DistributedDataParallel(nn.Linear(4, 4))
-    recorder = CallRecorder(ddp.module, int)
+    recorder = CallRecorder(ddp, int)
     recorder.attach()
-    for made in (copy.deepcopy(ddp.module), pickle.loads(pickle.dumps(ddp.module))):  # noqa: S301 - our own
+    for made in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):  # noqa: S301 - our own
         made(X).sum().backward()
         assert recorder.take() is None
 
@@ -274,7 +274,7 @@ class Strange(nn.Module):
 def test_batch_that_cannot_be_described_is_refused(batch: Any, reason: str) -> None:
     """Nothing is pickled, and nothing is sent that has no limit."""
     ddp = DistributedDataParallel(Strange())
-    recorder = CallRecorder(ddp.module, int)
+    recorder = CallRecorder(ddp, int)
     recorder.attach()
     if isinstance(batch, Tensor):
         ddp.module.layer.register_forward_pre_hook(lambda *_: (X,))
@@ -289,7 +289,7 @@ def test_forward_pass_with_a_collective_is_refused() -> None:
     """One rank may fail before it, and the others would wait."""
     counts = iter([1, 2])
     ddp = DistributedDataParallel(Plain())
-    recorder = CallRecorder(ddp.module, lambda: next(counts))
+    recorder = CallRecorder(ddp, lambda: next(counts))
     recorder.attach()
     ddp(X)
     with pytest.raises(NotCheckable, match="its forward pass has a collective"):
