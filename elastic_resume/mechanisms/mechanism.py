@@ -62,7 +62,7 @@ class WorkerContext(NamedTuple):
     """The step at which the generation begins."""
     node_dir: Path
     settings: Mapping[str, Any]
-    """The parsed value of each `Option` of a mechanism that is for workers, by its field."""
+    """The value of each `Option` that `is_for_workers`, by its field: rank 0's on all ranks."""
     tracked: Mapping[str, Any]
     """The script's objects by name, and records of elastic_resume."""
     emit: Callable[..., Any]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -129,7 +129,8 @@ class Generation:
             cleanup.callback(context.events.close)
             node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
             cleanup.callback(node_dir.release)
-            page, seed, digests = _open_page_and_share_seed(context, node_dir, arguments.dataset_digest)
+            page, shared = _open_page_and_share(context, node_dir, arguments.dataset_digest)
+            self._options, seed, digests = shared.options, shared.seed, shared.dataset_digests
             self.bucket_order = BucketOrder()
             self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
             # Else a cold start would give all ranks rank 0's.
@@ -220,7 +221,7 @@ class Generation:
             generation=self.number,
             step=self.progress.position.step,
             node_dir=context.node_dir,
-            settings=read_worker_options(os.environ),
+            settings=self._options,
             tracked=self.tracked,
             emit=self.emit,
             record=lambda _: None,
@@ -468,23 +469,33 @@ def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None,
         batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
 
-def _open_page_and_share_seed(
-    context: RankContext, node_dir: NodeDir, dataset_digest: int
-) -> tuple[ProgressPage, int, list[int]]:
-    """Open the node's progress page, check the node names; return rank 0's seed, and all ranks' digests.
+class _SharedValues(NamedTuple):
+    """What all ranks know at the start: rank 0's seed and options of mechanisms, and each rank's dataset."""
 
-    It takes one gather. Scripts may have given torch.manual_seed different numbers on each rank.
+    seed: int
+    options: dict[str, Any]
+    dataset_digests: list[int]
+
+
+def _open_page_and_share(
+    context: RankContext, node_dir: NodeDir, dataset_digest: int
+) -> tuple[ProgressPage, _SharedValues]:
+    """Open the node's progress page, check the node names, and share values; it takes one gather.
+
+    Scripts may have given torch.manual_seed different numbers on each rank, and nodes have other settings.
     """
 
     def open_page() -> tuple[ProgressPage, Any]:
         page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
         seed = torch.initial_seed()  # 64 bits, unsigned
         seed = seed if seed < 1 << 63 else seed - (1 << 64)
-        return page, [node_dir.read_identity(), seed, dataset_digest]
+        options = read_worker_options(os.environ)
+        return page, [node_dir.read_identity(), seed, dataset_digest, options]
 
     page, shared = context.run_and_gather(open_page)
-    context.check_node_names_unique([identity for identity, _, _ in shared])
-    return page, int(shared[0][1]), [int(digest) for _, _, digest in shared]
+    context.check_node_names_unique([identity for identity, *_ in shared])
+    _, seed, _, options = shared[0]
+    return page, _SharedValues(int(seed), options, [int(digest) for _, _, digest, _ in shared])
 
 
 def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:
