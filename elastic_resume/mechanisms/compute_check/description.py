@@ -87,7 +87,7 @@ def describe_off(comparison: ComputeComparison, agreed_step: int) -> str:
 def describe_status(status: ComputeCheckStatus) -> str:
     """Say what the newest check has shown, and how often this node was named."""
     text = f"compute check at step {status.step}: {'all ranks equal' if status.is_equal else 'ranks differ'}"
-    return f"{text}; a rank of this node was wrong {status.wrong} times" if status.wrong else text
+    return f"{text}; wrong results on this node: {status.wrong}" if status.wrong else text
 
 
 def read_difference(event: Event) -> GradientDifference:
