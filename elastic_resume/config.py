@@ -283,6 +283,21 @@ def read_option(
     return None if found.value is None else option.parse(found.source, found.value)
 
 
+_WORKER_OPTIONS = tuple(option for option in MECHANISM_OPTIONS if option.is_for_workers)
+
+
+def read_worker_options(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of mechanisms' options that a training process reads, by their fields."""
+    file = _read_file_of_worker(environ) if _WORKER_OPTIONS else {}
+    return {option.field: read_option(option, {}, {}, environ, file) for option in _WORKER_OPTIONS}
+
+
+def export_worker_options(args: argparse.Namespace) -> dict[str, str]:
+    """Return the variables from which `read_worker_options` reads the values of `parse_flags`."""
+    given = {option.variable: args.origins[option.field][0] for option in _WORKER_OPTIONS}
+    return {variable: "" if value is None else str(value) for variable, value in given.items()}
+
+
 def describe_missing_flag(name: str) -> str:
     """Return how to give a setting that has no flag; empty if there is no such setting."""
     variables = {option.field: option.variable for option in OPTIONS_WITHOUT_FLAG}

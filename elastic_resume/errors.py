@@ -10,7 +10,8 @@
      │   └─ WorldChangedError     the number of ranks changed and the script forbids that
      ├─ MachineError            the machine is wrong: disk full, not writable   exit 1; 74: unstarted ``run``
      │   ├─ NodeLockedError       another agent holds this node's directory
-     │   └─ NodeFileError         a small file of the node's directory is damaged
+     │   ├─ NodeFileError         a small file of the node's directory is damaged
+     │   └─ HardwareError         the machine of this rank computes wrongly
      ├─ ArchiveError            the archive refuses, or cannot be reached       exit 1
      │   ├─ SecondWriterError     another job archives under the same run id
      │   └─ ArchiveOutageError    a start needs the archive, and has waited     exit 75
@@ -50,6 +51,7 @@ __all__ = [
     "DivergenceError",
     "ElasticResumeError",
     "ForeignError",
+    "HardwareError",
     "JobFailedError",
     "LaunchError",
     "MachineError",
@@ -150,6 +152,16 @@ class NodeFileError(MachineError):
     Raised at the start of an agent or of a generation. Remove the file that the text names. The error is
     deterministic, unlike a bad checkpoint: no other node has a copy of the file.
     """
+
+
+class HardwareError(MachineError):
+    """The machine of this rank computes wrongly.
+
+    Raised by `Run.step` on a rank whose gradients differed from all others' twice, from the same batch. Its
+    agent leaves the job. Test the machine, or replace it: the text names the node and the GPU.
+    """
+
+    is_deterministic = False  # the others continue
 
 
 class ArchiveErrorKind(str, Enum):

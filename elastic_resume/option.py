@@ -29,6 +29,7 @@ class Option:
         details: more help, for ``--help-all``.
         default_help: the default in words, where ``default`` is None.
         help_group: the heading of its flag in the short help, if a mechanism declares it.
+        is_for_workers: workers get it too, all of them rank 0's; its value is JSON. For a mechanism's option.
         show: returns the given text as lists of settings, events and reports show it: without secrets.
     """
 
@@ -41,6 +42,7 @@ class Option:
     details: str = ""
     default_help: str = ""
     help_group: str = "recovery"
+    is_for_workers: bool = False
     show: Callable[[str], str] = str
 
     @property

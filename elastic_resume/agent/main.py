@@ -36,11 +36,11 @@ from elastic_resume.agent.workers.forkserver_manager import (
 )
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets, record_settings
-from elastic_resume.config import Settings
+from elastic_resume.config import Settings, export_worker_options
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, NodeExcludedError
 from elastic_resume.events import Event, EventLog
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, EventSummary, StatusMember
-from elastic_resume.mechanisms.registry import export_switches, make_agent_parts
+from elastic_resume.mechanisms.registry import make_agent_parts
 from elastic_resume.policy import restart
 from elastic_resume.policy.reasons import ErrorRaised, JobFinished, Signalled, to_json
 from elastic_resume.policy.wording import describe, describe_memory
@@ -442,8 +442,7 @@ def _set_environment(
     evidence: FailureEvents,
 ) -> None:
     """Set the variables that workers and supervisors inherit."""
-    os.environ.update(settings.to_env())
-    os.environ.update(export_switches(vars(args)))
+    os.environ.update(settings.to_env() | export_worker_options(args))
     os.environ.pop(constants.ENV_FORK_SERVER, None)  # set where this agent runs inside another one's worker
     os.environ.pop(constants.ENV_CONFIG, None)  # already read; a job that a worker starts is another one
     os.environ.pop(constants.ENV_TOKEN, None)  # already read; the training script must not see it

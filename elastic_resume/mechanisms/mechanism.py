@@ -61,6 +61,8 @@ class WorkerContext(NamedTuple):
     step: int
     """The step at which the generation begins."""
     node_dir: Path
+    settings: Mapping[str, Any]
+    """The value of each `Option` that `is_for_workers`, by its field: rank 0's on all ranks."""
     tracked: Mapping[str, Any]
     """The script's objects by name, and records of elastic_resume."""
     emit: Callable[..., Any]
@@ -222,8 +224,6 @@ class Mechanism:
     """What its agents tell the leader, and how the leader judges it."""
     make_observer: Callable[[WorkerContext], StepObserver | None] | None = None
     """It may return None, on all ranks: then it observes nothing in this generation."""
-    worker_switch: str = ""
-    """The field of the switch without which no rank has an observer, and none needs to import it."""
     make_agent_part: Callable[[AgentContext], AgentPart] | None = None
     needs_setting: str = ""
     """The field of the setting without which agents have no such part, and need not import it."""

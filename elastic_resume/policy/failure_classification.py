@@ -32,9 +32,12 @@ from elastic_resume.units import to_printable
 
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
 HANG, DIVERGENCE, DISK, GPU, STUCK = "hang", "divergence", "disk", "gpu", "stuck"
+HARDWARE = "hardware"
+"""The worker reports that its machine computes wrongly. A GPU that its driver calls broken is a `GPU`."""
 NODE_LOST, PREEMPTED, NETWORK = "node-lost", "preempted", "network"
 FAILURE_KINDS = (
-    EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, GPU, STUCK, NODE_LOST, PREEMPTED, NETWORK,
+    EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, GPU, HARDWARE, STUCK, NODE_LOST, PREEMPTED,
+    NETWORK,
 )  # fmt: skip
 NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
 """Kinds that say nothing about a worker: the node came or went, or two nodes cannot reach each other."""
@@ -179,10 +182,11 @@ def looks_secondary(text: str) -> bool:
 def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
     """Separate root causes from secondary failures. ``failures`` are in order of arrival.
 
-    Deterministic failures come before all others, then broken GPUs and nodes that cannot reach each other.
+    Deterministic failures come before all others, then broken machines and nodes that cannot reach others.
     """
     listed = sorted(
-        failures, key=lambda failure: (not failure.is_deterministic, failure.kind not in {GPU, NETWORK})
+        failures,
+        key=lambda failure: (not failure.is_deterministic, failure.kind not in {GPU, HARDWARE, NETWORK}),
     )
     causes = [failure for failure in listed if failure.is_deterministic or not failure.is_secondary]
     if not causes:
@@ -405,6 +409,8 @@ def _refine_kind(failure: Failure, memory_pressure: MemoryPressure) -> Failure:
         return replace(failure, kind=DIVERGENCE)
     if failure.type == "NotProvedError":
         return replace(failure, kind=NOT_PROVED)
+    if failure.type == "HardwareError":
+        return replace(failure, kind=HARDWARE)
     is_exception = failure.kind == EXCEPTION
     if failure.type in _OWN_DISK_ERRORS or (is_exception and _DISK_ERROR_PATTERN.match(failure.message)):
         return replace(failure, kind=DISK)

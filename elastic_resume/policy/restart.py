@@ -176,6 +176,13 @@ class GpuBroken:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineBroken:
+    """The machine of the node computes wrongly."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class CausedAlone:
     """One node alone caused the last failures; `failure` is the last of them."""
 
@@ -193,7 +200,7 @@ class CannotStart:
 GiveUpReason = (
     SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress | RestartsExhausted | EndedElsewhere
 )
-ExclusionReason = WorkerStuck | GpuBroken | CausedAlone | CannotStart
+ExclusionReason = WorkerStuck | GpuBroken | MachineBroken | CausedAlone | CannotStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +300,8 @@ def decide_own_exclusion(node: str, failures: Iterable[Failure]) -> Continue | E
     for failure in failures:
         if failure.kind == failure_classification.STUCK:
             return Exclude(node, WorkerStuck(failure))
+        if failure.kind == failure_classification.HARDWARE:
+            return Exclude(node, MachineBroken(failure))
         if isinstance(failure.cause, GpuFault) and failure.cause.is_reported:
             return Exclude(node, GpuBroken(failure))
     return Continue()

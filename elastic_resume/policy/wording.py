@@ -234,6 +234,8 @@ def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -
             return f"{last}. No worker can be started beside it: repair or reboot this node."
         case restart.GpuBroken():
             return f"{last}. The machine is at fault: reset its GPU, reboot it, or replace it."
+        case restart.MachineBroken():
+            return f"{last}. Test this machine, or replace it."
         case restart.CausedAlone(failure, times):
             count = f"the last {times} failures were" if times > 1 else "the failure was"
             return f"{count} caused by node {failure.node} alone. Last: {last}."

@@ -126,6 +126,7 @@ def failpoint_entry(fault: Fault) -> str:
         "exit": f"exit:{fault.code}",
         "slow-rank": f"delay:{fault.delay_s}",
         "skip-collective": "do:skip-collective",
+        "wrong-gradients": "do:wrong-gradients",
         "out-of-memory": f"out-of-memory:{fault.limit_bytes}",
         "hold-gil": "hold-gil" if fault.for_s is None else f"hold-gil:{fault.for_s}",
     }

@@ -74,6 +74,7 @@ def _build_kinds() -> dict[str, FaultKind]:
             WORKER, "each step takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1, in_process=True
         ),
         "skip-collective": FaultKind(WORKER, "one all-reduce without this rank", in_process=True),
+        "wrong-gradients": FaultKind(WORKER, "one bit of its gradients, from then on", in_process=True),
         "out-of-memory": FaultKind(WORKER, "memory runs out", {"limit_bytes": 1 << 30}, in_process=True),
         # Links.
         "cut": FaultKind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NAMESPACES, 2),

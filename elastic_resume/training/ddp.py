@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_resume import failpoints
 from elastic_resume.state.bucket_order import BucketOrder
+from elastic_resume.training.wrong_gradients import flip_gradients
 
 
 def find_keys(
@@ -36,4 +37,5 @@ def wrap(model: nn.Module, *, is_tracked: bool, **arguments: Any) -> Distributed
     wrapped = DistributedDataParallel(model, **{**chosen, **arguments})
     reference = weakref.ref(wrapped)  # the registration outlives the generation
     failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
+    failpoints.register_action("wrong-gradients", lambda: flip_gradients(reference()))
     return wrapped

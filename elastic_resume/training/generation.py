@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from elastic_resume import constants, failpoints
 from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.config import Settings
+from elastic_resume.config import Settings, read_worker_options
 from elastic_resume.data import elastic_sampler, rng
 from elastic_resume.data.dataset_digest import digest_dataset
 from elastic_resume.data.global_batches import GlobalBatches
@@ -30,7 +30,7 @@ from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ElasticResumeError, MachineError, UsageError
 from elastic_resume.mechanisms.mechanism import WorkerContext
-from elastic_resume.mechanisms.registry import make_step_observers, read_switches
+from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
@@ -129,8 +129,8 @@ class Generation:
             cleanup.callback(context.events.close)
             node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
             cleanup.callback(node_dir.release)
-            page, seed, shared = _open_page_and_gather(context, node_dir, arguments.dataset_digest)
-            digests, self._switches = [digest for digest, _ in shared], [on for _, on in shared]
+            page, shared = _open_page_and_share(context, node_dir, arguments.dataset_digest)
+            self._options, seed, digests = shared.options, shared.seed, shared.dataset_digests
             self.bucket_order = BucketOrder()
             self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
             # Else a cold start would give all ranks rank 0's.
@@ -202,7 +202,7 @@ class Generation:
         cleanup.callback(self.bucket_order.close)
         cleanup.callback(self.heartbeat.close)
         worker_context, record = self._describe_for_observers(), self.heartbeat.set_measurement
-        self._observers = make_step_observers(worker_context, record, self._switches)
+        self._observers = make_step_observers(worker_context, record)
         for observer in self._observers:
             cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
@@ -222,6 +222,7 @@ class Generation:
             generation=self.number,
             step=self.progress.position.step,
             node_dir=context.node_dir,
+            settings=self._options,
             tracked=self.tracked,
             emit=self.emit,
             record=lambda _: None,
@@ -469,25 +470,33 @@ def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None,
         batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
 
-def _open_page_and_gather(
+class _SharedValues(NamedTuple):
+    """What all ranks know at the start: rank 0's seed and options of mechanisms, and each rank's dataset."""
+
+    seed: int
+    options: dict[str, Any]
+    dataset_digests: list[int]
+
+
+def _open_page_and_share(
     context: RankContext, node_dir: NodeDir, dataset_digest: int
-) -> tuple[ProgressPage, int, list[tuple[int, list[str]]]]:
-    """Open the node's progress page, check the node names; return rank 0's seed, and what ranks compare.
+) -> tuple[ProgressPage, _SharedValues]:
+    """Open the node's progress page, check the node names, and share values; it takes one gather.
 
-    That is by rank the digest of its dataset, and the switches of mechanisms that are on.
-
-    It takes one gather. Scripts may have given torch.manual_seed different numbers on each rank.
+    Scripts may have given torch.manual_seed different numbers on each rank, and nodes have other settings.
     """
 
     def open_page() -> tuple[ProgressPage, Any]:
         page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
         seed = torch.initial_seed()  # 64 bits, unsigned
         seed = seed if seed < 1 << 63 else seed - (1 << 64)
-        return page, [node_dir.read_identity(), seed, dataset_digest, read_switches(os.environ)]
+        options = read_worker_options(os.environ)
+        return page, [node_dir.read_identity(), seed, dataset_digest, options]
 
     page, shared = context.run_and_gather(open_page)
     context.check_node_names_unique([identity for identity, *_ in shared])
-    return page, int(shared[0][1]), [(int(digest), switches) for *_, digest, switches in shared]
+    _, seed, _, options = shared[0]
+    return page, _SharedValues(int(seed), options, [int(digest) for _, _, digest, _ in shared])
 
 
 def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:

@@ -30,6 +30,7 @@ Those in test_cuda_job.py are skipped without a GPU. "real" marks them.
 | integrations/transformers.py, fork_rng | test_trainer.py |
 | agent/workers/forkserver.py, CUDA in a preload | integration/test_forkserver.py, with a stub |
 | mechanisms/slow_ranks/own_time.py `CudaClock` | unit/mechanisms/slow_ranks/test_own_time.py, with a stub |
+| mechanisms/compute_check | real: `test_checks_of_gradients_leave_no_trace_on_gpu`; sums of rows: unit |
 | gpus.py, mechanisms/gpu_health | unit/test_gpus.py and unit/mechanisms/gpu_health, with a fake NVML; |
 | | real: test_nvml.py |
 | commands/doctor.py, number of GPUs | unit/commands/test_doctor.py, with a stub |

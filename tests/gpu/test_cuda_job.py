@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_resume import events
 from elastic_resume.testing import Cluster
 from tests.gpu.test_branches import Begin
 from tests.support.launch_ranks import run_ranks
@@ -53,6 +54,17 @@ def test_killed_job_on_gpu_ends_with_undisturbed_weights(tmp_path: Path, nodes: 
 def test_replicas_on_gpu_are_compared(tmp_path: Path) -> None:
     """Digests are computed of snapshots, so a GPU costs nothing there; equal replicas are no divergence."""
     train(tmp_path / "checked", 2, ELASTIC_RESUME_CHECK_REPLICAS="5")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_checks_of_gradients_leave_no_trace_on_gpu(tmp_path: Path, nodes: int) -> None:
+    """CUDA's generators too; every check finds equal gradients."""
+    undisturbed = train(tmp_path / "undisturbed", nodes)
+    assert train(tmp_path / "checked", nodes, ELASTIC_RESUME_CHECK_COMPUTE_EVERY="5") == undisturbed
+    found = [event for path in tmp_path.glob("checked/**/events.jsonl") for event in events.read(path)]
+    checks = [event["is_equal"] for event in found if event["event"] == "compute-check"]
+    assert checks == [True] * nodes * (EPOCHS * 10 // 5)
+    assert not any(event["event"] == "compute-check-off" for event in found)
 
 
 JOIN = """

@@ -120,11 +120,12 @@ ONLY_IN_SOAK = {
 # Rank 0 waits for nobody when it sends its buffers. Behind a cut it may finish a step that the others cannot.
 CUTS = {"cut", "cut-out", "cut-in", "partition", "poweroff"}
 AT_THE_END = {"torn-write", "bit-flip", "skip-collective"}  # see `run_process_faults`
+ELSEWHERE = {"wrong-gradients"}  # no report shows it without a check: test_compute_check.py
 
 
 def test_every_fault_cases_cover_all_kinds() -> None:
     """Every kind that a plan may name has a case here, and `make soak` injects them all."""
-    assert {each.fault.what for each in (*OF_PROCESSES, *OF_MACHINES)} | AT_THE_END == set(KINDS)
+    assert {each.fault.what for each in (*OF_PROCESSES, *OF_MACHINES)} | AT_THE_END == set(KINDS) - ELSEWHERE
 
 
 def start(cluster: Cluster) -> None:

@@ -48,6 +48,10 @@ MAY_IMPORT_TORCH = (
     "agent/workers/forkserver.py",
     "mechanisms/compile_cache/artifact_file.py",
     "mechanisms/compile_cache/sharing.py",
+    *(
+        f"mechanisms/compute_check/{name}.py"
+        for name in ("check", "computation", "device", "recorder", "request")
+    ),
     "mechanisms/slow_ranks/own_time.py",
     "mechanisms/mechanism.py",  # for types only
     "torchrun_handler.py",
@@ -64,6 +68,7 @@ MAX_MODULE_LINES = 800
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
     "compile_cache": (r"compile[-_ ]?cache|compile artifacts", {"config_file.py"}),
+    "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (
         r"hang[-_ ]?detector|stack[-_ ]?dump|hang[-_]timeout",

@@ -64,6 +64,7 @@ def parse(text: str, *words: str, **environ: str) -> Any:
 
 # A value other than the default for each key, as the file has it.
 VALUES: dict[str, str] = {
+    "check-compute-every": "500",
     "archive": "s3://bucket/jobs", "archive-every": "1h", "archive-keep": "5",
     "nnodes": "1:3", "nproc-per-node": "2", "rdzv-backend": "c10d", "rdzv-endpoint": "[n0, n1]",
     "rdzv-id": "17", "rdzv-conf": "{join_timeout: 5m, strict: true}", "standalone": "true",

@@ -12,22 +12,34 @@ off unless a user turns it on.
 
 from __future__ import annotations
 
-from elastic_resume.mechanisms.mechanism import Mechanism, lazily
+import os
+
+from elastic_resume.mechanisms.mechanism import Mechanism, StepObserver, WorkerContext, lazily
 from elastic_resume.option import Option, parse_switch
 
-COMPILE_CACHE = Mechanism(
-    make_observer=lazily("compile_cache.sharing", "observe"),
-    worker_switch="share_compile_cache",
-    options=(
-        Option(
-            "share-compile-cache",
-            None,
-            "nodes send what torch.compile made to new nodes",
-            parse_switch,
-            "false",
-            has_flag=True,
-            details="and keep it beside their checkpoints. It is code, the one thing received that is run: "
-            "set a secret, and trust who can write there. Use the same on all nodes",
-        ),
-    ),
+_OPTION = Option(
+    "share-compile-cache",
+    None,
+    "nodes send what torch.compile made to new nodes",
+    parse_switch,
+    "false",
+    has_flag=True,
+    details="and keep it beside their checkpoints. It is code, the one thing received that is run: "
+    "set a secret, and trust who can write there. Use the same on all nodes",
+    is_for_workers=True,
 )
+
+
+def _observe(context: WorkerContext) -> StepObserver | None:
+    """Exchange artifacts if rank 0 wants that; a node without the flag of its own runs no code of them."""
+    if not context.settings.get(_OPTION.field):
+        return None
+    own = os.environ.get(
+        _OPTION.variable
+    )  # every agent sets it; else rank 0's file of settings is this one's
+    takes_part = own is None or parse_switch(_OPTION.variable, own or "false")
+    observer: StepObserver = lazily("compile_cache.sharing", "observe")(context, takes_part)
+    return observer
+
+
+COMPILE_CACHE = Mechanism(make_observer=_observe, options=(_OPTION,))

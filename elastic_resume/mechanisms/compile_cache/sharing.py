@@ -90,9 +90,12 @@ class _Process:
 _process = _Process()
 
 
-def observe(context: WorkerContext) -> CompileCache:
-    """Exchange and load artifacts, and save those of this generation."""
-    cache = CompileCache(context)
+def observe(context: WorkerContext, takes_part: bool) -> CompileCache:
+    """Exchange and load artifacts, and save those of this generation.
+
+    A rank that does not take part waits with the others, and neither sends, loads nor saves any.
+    """
+    cache = CompileCache(context, takes_part=takes_part)
     cache.exchange()
     return cache
 
@@ -100,13 +103,15 @@ def observe(context: WorkerContext) -> CompileCache:
 class CompileCache(StepObserver):
     """Loads artifacts before the first step of a generation, and saves what it compiles."""
 
-    def __init__(self, context: WorkerContext, process: _Process | None = None) -> None:
-        self._context, self._process = context, process or _process
+    def __init__(
+        self, context: WorkerContext, process: _Process | None = None, *, takes_part: bool = True
+    ) -> None:
+        self._context, self._process, self._takes_part = context, process or _process, takes_part
         run_id = context.node_dir.parent.name
         self._origin = Origin.here(run_id)
         self._key = bytes.fromhex(os.environ.get(constants.ENV_WORKER_KEY, "")) or run_id.encode()
         owner = context.local_rank if torch.cuda.is_initialized() else 0
-        self._saves = owner == context.local_rank
+        self._saves = takes_part and owner == context.local_rank
         self._file = ArtifactFile(context.node_dir, owner, self._origin)
         self._steps = 0
 
@@ -115,8 +120,14 @@ class CompileCache(StepObserver):
 
         It is a collective of all ranks.
         """
-        artifacts = self._read_file()
-        is_new, self._process.has_started = not self._process.has_started, True
+        if not self._takes_part:
+            self._warn_once(
+                f"node {self._context.node_dir.name} has no --share-compile-cache, which rank 0 has: it "
+                "compiles for itself. Give all nodes the same flags."
+            )
+        artifacts = self._read_file() if self._takes_part else None
+        is_new = self._takes_part and not self._process.has_started
+        self._process.has_started = True
         offers = [_parse_offer(value) for value in self._context.gather(self._make_offer(artifacts, is_new))]
         source_rank = None
         for sending in plan_sendings(offers):

@@ -26,10 +26,10 @@ DIGEST_CHARS = 32
 
 
 class Base(NamedTuple):
-    """A view that both sides have, by the text of `codec.pack_view`."""
+    """A view that both sides have, as `codec.pack_view` returns it."""
 
     digest: str
-    text: str
+    packed: str
 
 
 NO_BASE = Base("", "")
@@ -57,7 +57,7 @@ def next_base(message: Message, base: Base) -> Base:
 def shorten(body: bytes, view: View, base: Base) -> bytes:
     """Replace the view in the JSON of a message by its difference to ``base``, if that is shorter."""
     text = pack_view(view)
-    if len(text) < MIN_CHARS or not base.text:
+    if len(text) < MIN_CHARS or not base.packed:
         return body
     delta = _make_delta(base, text)
     return body if delta is None else body.replace(b'"%b"' % text.encode(), delta, 1)
@@ -66,7 +66,7 @@ def shorten(body: bytes, view: View, base: Base) -> bytes:
 @functools.lru_cache(maxsize=8)
 def _make_delta(base: Base, text: str) -> bytes | None:
     """Return the object that stands for ``text``, or None if it is no shorter."""
-    places = {field: place for place, field in enumerate(base.text.split(";"))}
+    places = {field: place for place, field in enumerate(base.packed.split(";"))}
     runs: list[Any] = []
     for field in text.split(";"):
         place = places.get(field)
@@ -91,9 +91,9 @@ def restore(value: dict[str, Any], base: Base) -> Any:
         return value
     if not base.digest or value["base"] != base.digest:
         raise ProtocolError("a view that is described by one which this node does not have")
-    known = base.text.split(";")
+    known = base.packed.split(";")
     if value["fields"] == [[0, len(known)]]:
-        return base.text  # the same object, whose view is known
+        return base.packed  # the same object, whose view is known
     fields: list[str] = []
     for item in value["fields"] if isinstance(value["fields"], list) else [None]:
         if isinstance(item, str):

@@ -18,6 +18,7 @@ from elastic_resume.policy.restart import (
     Continue,
     Exclude,
     GpuBroken,
+    MachineBroken,
     RestartDecision,
     RestartLimits,
     WorldSummary,
@@ -94,6 +95,17 @@ def test_machine_at_fault_is_excluded_once_the_job_has_trained(row: ErrorText) -
     assert isinstance(decision.reason, GpuBroken)
     failure: Failure = decision.reason.failure
     assert (failure.kind == GPU) is (row.gpu_error == "hardware")
+
+
+def test_machine_that_computes_wrongly_is_excluded_by_its_own_node() -> None:
+    """The error that the worker raises is the root cause, whatever arrived before it."""
+    events = [
+        {"t": 1.0, "event": "failure", "rank": 4, "type": "HardwareError", "message": "wrong gradients"}
+    ]
+    (failure,) = classify_failures(events, "b")
+    (peer,) = classify_failures([LOST_PEER], "a")
+    assert separate_root_causes([peer, failure]).root_causes == (failure,)
+    assert decide_own_exclusion("b", [peer, failure]) == Exclude("b", MachineBroken(failure))
 
 
 ECC = "CUDA error: uncorrectable ECC error encountered"

@@ -18,6 +18,7 @@ from elastic_resume.policy.failure_classification import (
     EXIT,
     GPU,
     HANG,
+    HARDWARE,
     OOM,
     SIGNAL,
     STUCK,
@@ -166,6 +167,12 @@ SENTENCES: list[tuple[Any, str]] = [
             "rank 4 failed: its GPU is broken (local rank 0; index 3; GPU-5f; Xid 79: fallen off the bus): E."
             " The machine is at fault: reset its GPU, reboot it, or replace it."
         ),
+    ),
+    (
+        restart.Exclude(
+            "a", restart.MachineBroken(Failure(HARDWARE, "a", 4, None, "HardwareError", "it is."))
+        ),
+        "rank 4 failed: HardwareError: it is. Test this machine, or replace it.",
     ),
     (
         Failure(GPU, "a", None, GpuFault(uuid="GPU-5f", recovery_action="GPU reset")),

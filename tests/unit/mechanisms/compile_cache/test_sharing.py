@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch
 from torch.compiler._cache import CacheInfo
 
 from elastic_resume import constants
-from elastic_resume.mechanisms.compile_cache import artifact_file, sharing
+from elastic_resume.mechanisms.compile_cache import COMPILE_CACHE, artifact_file, sharing
 from elastic_resume.mechanisms.compile_cache.artifact_file import ArtifactFile, Origin
 from elastic_resume.mechanisms.compile_cache.sharing import CompileCache, Offer, Sending, plan_sendings
 from elastic_resume.mechanisms.mechanism import WorkerContext
@@ -93,6 +94,7 @@ def make_context(
         generation=2,
         step=7,
         node_dir=node_dir(directory, collectives.rank - local_rank),
+        settings={"share_compile_cache": True},
         tracked={},
         emit=lambda kind, **fields: events.append((kind, fields)),
         record=nothing,
@@ -102,14 +104,17 @@ def make_context(
     )
 
 
-def exchange(directory: Path, ranks: int, *, second: int = -1) -> list[list[Event]]:
-    """Let ranks begin a generation; each has its own node, but ``second`` is on that of the rank before."""
+def exchange(directory: Path, ranks: int, *, second: int = -1, unwilling: int = -1) -> list[list[Event]]:
+    """Let ranks begin a generation; each has its own node, but ``second`` is on that of the rank before.
+
+    ``unwilling`` has no flag.
+    """
     found: list[list[Event]] = [[] for _ in range(ranks)]
 
     def run(collectives: ThreadCollectives) -> None:
         rank = collectives.rank
         context = make_context(directory, collectives, found[rank], local_rank=int(rank == second))
-        cache = CompileCache(context, sharing._Process())
+        cache = CompileCache(context, sharing._Process(), takes_part=rank != unwilling)
         cache.exchange()
         cache.close()
 
@@ -351,3 +356,48 @@ def test_damaged_file_is_refused_and_replaced(
     fake_torch.saved = b"new", make_info("a")
     job.cache.end_step(1)
     assert job.read() == b"new"
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_node_without_the_flag_runs_no_code_of_others(
+    tmp_path: Path, fake_torch: FakeTorch, caplog: pytest.LogCaptureFixture, has_file: bool
+) -> None:
+    """Rank 0's flag lets all ranks meet; it does not decide for another node what that one executes."""
+    open_file(tmp_path, 0).write(ARTIFACTS)
+    if has_file:
+        open_file(tmp_path, 1).write(b"others")
+    events = exchange(tmp_path, 3, unwilling=1)
+    assert [len(of_rank) for of_rank in events] == [1, 0, 1]
+    assert fake_torch.loaded == [ARTIFACTS] * 2
+    assert (open_file(tmp_path, 1).read() == b"others") is has_file
+    assert "node n1 has no --share-compile-cache" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variable", "of_rank0", "expected"),
+    [
+        (None, True, True),
+        ("true", True, True),
+        ("", True, False),
+        ("off", True, False),
+        ("true", False, None),
+    ],
+)
+def test_rank_takes_part_with_a_flag_of_its_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    of_rank0: bool,
+    expected: bool | None,
+) -> None:
+    """An agent without the flag sets an empty variable."""
+    asked: list[bool] = []
+    monkeypatch.setattr(sharing, "observe", lambda _, takes_part: asked.append(takes_part))
+    name = "ELASTIC_RESUME_SHARE_COMPILE_CACHE"
+    monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(name, variable)
+    context = make_context(tmp_path, ThreadCollectives(0, [None], threading.Barrier(1)), [])
+    assert COMPILE_CACHE.make_observer is not None
+    COMPILE_CACHE.make_observer(context._replace(settings={"share_compile_cache": of_rank0}))
+    assert asked == ([] if expected is None else [expected])
