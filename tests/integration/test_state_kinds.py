@@ -49,7 +49,7 @@ def test_every_kind_of_model_resumes_bit_for_bit(tmp_path: Path, part: str) -> N
     }
     ranks = launch_ranks.run_ranks(3, JOB, str(tmp_path), part, env=[env] * 3)
     results = launch_ranks.read_results(ranks)
-    launch_ranks.check_kinds(results, 4)
+    launch_ranks.check_kinds(results, 3 if part == "7" else 4)
     for kind in results[0]:
         assert [ranks[kind]["worlds"] for ranks in results] in ([0] * 3, [2] * 3), f"{kind}: worlds ended"
         assert len({ranks[kind]["common"] for ranks in results}) == 1, f"{kind}: ranks differ"

@@ -188,7 +188,9 @@ def make_trainer(directory: Path, batch: int = 8, **settings: Any) -> Any:
     args = TrainingArguments(
         output_dir=str(directory), report_to="none", use_cpu=True, disable_tqdm=True, **settings
     )
-    return Elastic(model=Net(), args=args, train_dataset=Classes(8, 1, has_index=False))
+    samples = Classes(8, 1)
+    samples.has_index = False
+    return Elastic(model=Net(), args=args, train_dataset=samples)
 
 
 @pytest.mark.parametrize(

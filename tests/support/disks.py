@@ -33,7 +33,6 @@ from typing import Literal
 
 from elastic_resume.errors import MachineError, UsageError
 from tests.support import mounts
-from tests.support.closing import ClosedAtExit
 
 FileSystem = Literal["ext4", "xfs"]
 MB = 1 << 20
@@ -72,7 +71,7 @@ def _probe_error(kind: FileSystem) -> str:
     return ""
 
 
-class SimulatedDisk(ClosedAtExit):
+class SimulatedDisk(contextlib.AbstractContextManager["SimulatedDisk"]):
     """One disk with a file system; use it as a context manager or call `close`."""
 
     def __init__(self, directory: Path | str, size_bytes: int = 64 * MB, kind: FileSystem = "ext4") -> None:
@@ -218,6 +217,9 @@ class SimulatedDisk(ClosedAtExit):
                 self._attach(mount_point)
         self._is_broken = False
         self.fill() if self._is_full else self.free()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Remove the disk; a second call does nothing."""

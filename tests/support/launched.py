@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import elastic_resume as er
@@ -24,58 +25,55 @@ class Limits:
 
 def train(limits: Limits, directory: str) -> tuple[Limits, int, int]:
     """Train until the limit; return it, and the steps and ranks."""
-    import torch  # noqa: PLC0415 - the caller needs none
-    from torch import nn  # noqa: PLC0415
-
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = er.GlobalBatches(64, global_batch=8)
-    run = er.resume(model=model, optimizer=optimizer, data=batches)
-    ddp = run.ddp(model)
-    for _ in run.epochs(max(1, limits.steps // 8)):
-        for indices in batches:
-            loss = ddp(torch.ones(len(indices), 4)).mean() * run.loss_weight
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            run.step()
-            if run.position.step == 3:  # so that there is something to save
-                Path(directory, f"pid-{run.rank}").write_text(str(os.getpid()))
-            if limits.steps > 1000:
-                time.sleep(0.01)
+    run, loop = make_loop()
+    for step in loop(max(1, limits.steps // 8)):
+        if step == 3:  # so that there is something to save
+            Path(directory, f"pid-{run.rank}").write_text(str(os.getpid()))
+        if limits.steps > 1000:
+            time.sleep(0.01)
     run.close()
     return limits, run.position.step, run.world_size
 
 
-def train_in_process() -> list[int]:
-    """Train in a restartable function, in which rank 1 kills itself once; return its calls and steps."""
-    import torch  # noqa: PLC0415
-    from torch import nn  # noqa: PLC0415
+def make_loop() -> tuple[er.Run, Callable[[int], Iterator[int]]]:
+    """Return a run, and a function that trains some epochs and yields after each step."""
+    import torch  # noqa: PLC0415 - the caller needs none
 
-    model = nn.Linear(4, 1)
+    model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = er.GlobalBatches(64, global_batch=8)
     run = er.resume(model=model, optimizer=optimizer, data=batches)
-    calls = 0
 
-    @run.restartable
-    def loop() -> int:
-        nonlocal calls
-        calls += 1
+    def loop(epochs: int) -> Iterator[int]:
         ddp = run.ddp(model)
-        for _ in run.epochs(2):
+        for _ in run.epochs(epochs):
             for indices in batches:
                 loss = ddp(torch.ones(len(indices), 4)).mean() * run.loss_weight
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 run.step()
-                if run.position.step == 5 and run.rank == 1 and not Path("killed").exists():
-                    Path("killed").touch()
-                    die()
+                yield run.position.step
+
+    return run, loop
+
+
+def train_in_process() -> list[int]:
+    """Train in a restartable function, in which rank 1 kills itself once; return its calls and steps."""
+    run, loop = make_loop()
+    calls = 0
+
+    @run.restartable
+    def train() -> int:
+        nonlocal calls
+        calls += 1
+        for step in loop(2):
+            if step == 5 and run.rank == 1 and not Path("killed").exists():
+                Path("killed").touch()
+                die()
         return run.position.step
 
-    step = loop()
+    step = train()
     run.close()
     return [calls, step]
 

@@ -12,6 +12,7 @@ exits, the kernel ends all machines. This needs root. Clocks, users and the kern
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -27,7 +28,6 @@ from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import fork_server, virtual_network
 from elastic_resume.testing.virtual_network import VirtualNetwork
 from tests.support import namespaces
-from tests.support.closing import ClosedAtExit
 from tests.support.namespaces import MemoryLimit
 from tests.support.paths import ROOT
 
@@ -59,7 +59,7 @@ class _RunningMachine:
     """Processes of `Machines.run`. Process 1 ends only when this process has waited for them."""
 
 
-class Machines(ClosedAtExit):
+class Machines(contextlib.AbstractContextManager["Machines"]):
     """Several machines on one network; use it as a context manager or call `close`."""
 
     def __init__(
@@ -228,6 +228,9 @@ class Machines(ClosedAtExit):
         self._name_tables[index] = "".join(f"{address} {name}\n" for name, address in names.items())
         if index in self._running_machines:
             self._write_hosts_file(index)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End all machines; a second call does nothing."""

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +15,13 @@ from elastic_resume.policy import wording
 
 
 @contextlib.contextmanager
-def random_words(seed: int = 0) -> Iterator[None]:
-    """Let all functions of `policy.wording` return random words, wherever they are imported."""
+def random_words(seed: int = 0, words: Sequence[str] = ()) -> Iterator[None]:
+    """Let all functions of `policy.wording` return random words, or some of ``words``, wherever they are."""
     rng = random.Random(seed)
 
     def make_words(*_: Any, **__: Any) -> str:
+        if words:
+            return " ".join(rng.choices(words, k=rng.randrange(1, 4)))
         return " ".join("".join(rng.choices("abcdefgh .:'it", k=6)) for _ in range(rng.randrange(4)))
 
     def make_lines(*_: Any, **__: Any) -> list[str]:

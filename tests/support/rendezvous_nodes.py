@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -215,12 +215,10 @@ def count_open_descriptors() -> int:
 # ---- other peers -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def connect(address: str) -> Iterator[socket.socket]:
+def connect(address: str) -> socket.socket:
     """Connect to a node."""
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
-        yield connection
+    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
 
 
 def read_line(connection: socket.socket) -> bytes:

@@ -129,12 +129,6 @@ async def wait_on_loop(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def dial(shell: Shell) -> socket.socket:
-    """Connect to the server."""
-    host, _, port = shell.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
-
-
 async def join(shell: Shell, peer: socket.socket) -> int:
     """Authenticate a peer; return the number of its connection."""
 

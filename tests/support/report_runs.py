@@ -36,12 +36,6 @@ GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2
 WAITS_FOR_QUORUM = VotesMissing(1, 2, 3, ("n2", "n3"), 2)
 
 
-def record_failure(failure: Failure) -> dict[str, Any]:
-    """Return a failure as a verdict has it."""
-    recorded: dict[str, Any] = to_json(failure)
-    return recorded
-
-
 @dataclass
 class Job:
     """Writes the events of a made-up job. Rank r runs on node nr; process ids derive from both."""
@@ -110,8 +104,8 @@ class Job:
             "reason": None,
             "joined": [name for name in next_nodes if name not in members],
             "lost": [failure.node for failure in self.lost],
-            "root_causes": [record_failure(failure) for failure in verdict.root_causes],
-            "secondary_failures": [record_failure(failure) for failure in verdict.secondary_failures],
+            "root_causes": [to_json(failure) for failure in verdict.root_causes],
+            "secondary_failures": [to_json(failure) for failure in verdict.secondary_failures],
             "decision": {"kind": "continue" if next_nodes else "give-up"},
         }
         for node in judges if self.generation else ():
@@ -231,11 +225,11 @@ def node_returns() -> Job:
     return job
 
 
-def job_killed() -> Job:
+def job_killed(step: int = 8, recomputed_steps: int = 3) -> Job:
     """Kill everything at once; the job starts again an hour later."""
     job = Job().begun()
     job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 8, "n0", "n1", "n2", recomputed_steps=3)
+    job.begin(3710, step, "n0", "n1", "n2", recomputed_steps=recomputed_steps)
     return job
 
 
@@ -263,10 +257,7 @@ def newcomers_left_again() -> Job:
 
 def job_lost_its_power() -> Job:
     """Lose the newest steps on the ranks' disks; other nodes' logs have them."""
-    job = Job().begun()
-    job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 6, "n0", "n1", "n2", recomputed_steps=0)
-    return job
+    return job_killed(step=6, recomputed_steps=0)
 
 
 def job_stopped() -> Job:
@@ -596,10 +587,9 @@ def remaining_checkpoints(job: Job) -> list[CheckpointEntry]:
     return found
 
 
-def make_long_run(generations: int = 20, nodes: int = 3, seed: int = 0) -> EventfulRun:
+def make_long_run(generations: int = 20) -> EventfulRun:
     """Return a run with many kills."""
-    random = Random(seed)
-    every = tuple(f"n{index}" for index in range(nodes))
+    random, every = Random(0), ALL_NODES[:3]
     job = EventfulRun(*every)
     job.start_generation(*every, kind="cold")
     for index in range(generations - 1):
@@ -608,7 +598,7 @@ def make_long_run(generations: int = 20, nodes: int = 3, seed: int = 0) -> Event
             job.fail(job.now + 0.1, 1, "ValueError", f"loss is nan in batch {random.randrange(999)}")
         if index % 5 == 2:
             job.inject_fault(index, "kill-worker", "n1", 1)
-        job.kill_worker(random.randrange(nodes))
+        job.kill_worker(random.randrange(3))
         job.start_generation(*every, recomputed_steps=int(index % 9 == 0))
     job.train(5)
     job.finish(job.now, job.step)

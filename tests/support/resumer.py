@@ -26,7 +26,6 @@ from torch import nn
 
 from elastic_resume import constants, failpoints
 from elastic_resume.archive.archive import open_archive
-from elastic_resume.capture import direct_write
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.node_dir import NodeDir
@@ -44,25 +43,12 @@ from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED
 from elastic_resume.training import announce
+from tests.support.checkpoint_samples import flip_bits
 from tests.support.snapshot_samples import read_newest
+from tests.support.state_image import Box, copy_to_image
 
 WIDTH = 300  # of a state of 12 * WIDTH**2 bytes
 BLOCK_BYTES = 1 << 16
-
-
-class Average:
-    """A hand-made average of the weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.values = {name: value.detach().clone() for name, value in model.named_parameters()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the average."""
-        return self.values
-
-    def load_state_dict(self, values: dict[str, Any]) -> None:
-        """Load the average."""
-        self.values = values
 
 
 def objects(value: float, own: float) -> dict[str, Any]:
@@ -73,9 +59,9 @@ def objects(value: float, own: float) -> dict[str, Any]:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    average = Average(model)
+    average = Box({name: value.detach().clone() for name, value in model.named_parameters()})
     with torch.no_grad():
-        for tensor in (*model.parameters(), *average.values.values()):
+        for tensor in (*model.parameters(), *average.value.values()):
             tensor.fill_(value)
         for each in optimizer.state.values():
             each["exp_avg"].fill_(value) if value else None
@@ -104,11 +90,7 @@ def make(place: RankContext, memory: SlotClient | None, states: dict[str, Any]) 
     if "archive" in states:
         archive_state(place, *_copy(place, states["archive"], own, float(states["archive"][1])), states)
     if "flip" in states:
-        with open(path / constants.STATE_FILE, "r+b") as file:
-            file.seek(int(states["flip"] * len(image)))
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
+        flip_bits(path / constants.STATE_FILE, int(states["flip"] * len(image)), 1)
 
 
 def archive_state(place: RankContext, manifest: Manifest, image: memoryview, states: dict[str, Any]) -> None:
@@ -128,7 +110,7 @@ def archive_state(place: RankContext, manifest: Manifest, image: memoryview, sta
 
 def _copy(place: RankContext, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:
     flat = state_dict.flatten(objects(value, own))
-    layout = direct_write.build_layout(flat)
+    image = copy_to_image(flat).memory
     manifest = Manifest(
         run_id=place.settings.run_id,
         node=place.node,
@@ -140,9 +122,9 @@ def _copy(place: RankContext, order: list[int], own: float, value: float) -> tup
         writer="test",
         state=flat.structure,
         rank0_tensors=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
-        file_bytes=layout.total_bytes,
+        file_bytes=len(image),
     )
-    return manifest, memoryview(b"".join(map(bytes, direct_write.iter_state_chunks(flat, layout))))
+    return manifest, image
 
 
 def resume(world: Collectives, environ: Mapping[str, str], states_by_node: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +192,7 @@ def restore(
 def read_values(live: dict[str, Any]) -> dict[str, Any]:
     """Return the values of all tensors, and that of the buffer."""
     model, moments = live["model"], [each["exp_avg"] for each in live["optimizer"].state.values()]
-    tensors = [*model.parameters(), *moments, *live["average"].values.values()]
+    tensors = [*model.parameters(), *moments, *live["average"].value.values()]
     values = sorted({value for tensor in tensors for value in tensor.detach().unique().tolist()})
     return {"values": values, "buffer": float(model[1].running_mean.mean())}
 

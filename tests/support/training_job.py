@@ -13,13 +13,13 @@ import psutil
 
 from elastic_resume import constants
 from tests.support.paths import SCRIPTS
-from tests.support.scripts.train import SAMPLES
+from tests.support.scripts.train import GLOBAL_BATCH, SAMPLES
 
 SCRIPT = SCRIPTS / "train.py"
 EPOCHS = 4
 
 
-def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS, batch: int = 24) -> str:
+def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS) -> str:
     """Check that each epoch had every sample once and that all ranks end equal; return their digest."""
     every = dict.fromkeys(range(SAMPLES), 1)
     assert samples_by_epoch(kept) == dict.fromkeys(range(epochs), every)
@@ -27,7 +27,7 @@ def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS, batch: int =
     ends.sort(key=lambda end: end["rank"])
     assert [end["rank"] for end in ends] == list(range(world_size))
     assert {end["world_size"] for end in ends} == {world_size}
-    assert {end["step"] for end in ends} == {epochs * SAMPLES // batch}
+    assert {end["step"] for end in ends} == {epochs * SAMPLES // GLOBAL_BATCH}
     assert len({end["digest"] for end in ends}) == 1
     return str(ends[0]["digest"])
 

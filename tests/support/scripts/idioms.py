@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import elastic_resume as er
 from tests.support.scripts.job_log import kill_as_planned, write_end
+from tests.support.state_image import Box
 
 BASE_RATE, WARM_UP = 0.02, 8
 
@@ -82,25 +83,17 @@ class Sharpness(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-class OwnLoader:
-    """Values of this rank's own files, with a position in them."""
+class OwnLoader(Box):
+    """Values of this rank's own files; its state is a position in them."""
 
     def __init__(self, rank: int) -> None:
+        super().__init__(7 * rank)
         self._values = torch.randn(500, generator=torch.Generator().manual_seed(rank))
-        self._position = 7 * rank
 
     def draw(self) -> float:
         """Return the next value."""
-        self._position += 1 + self._position % 3
-        return float(self._values[self._position])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
-        return {"position": self._position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position."""
-        self._position = state["position"]
+        self.value += 1 + self.value % 3
+        return float(self._values[self.value])
 
 
 def main() -> None:

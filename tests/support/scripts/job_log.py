@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -20,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from elastic_resume import constants
 from elastic_resume.state import state_dict
 
-RANK = os.environ.get("RANK", "0")
+WIDTH, CLASSES = 16, 4  # of `Points`
 
 
 def parse_arguments(cases: Iterable[str]) -> argparse.Namespace:
@@ -38,7 +39,7 @@ def parse_arguments(cases: Iterable[str]) -> argparse.Namespace:
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--pause", type=int, action="append", default=[])
     torch.set_num_threads(1)
-    torch.manual_seed(1 + int(RANK))  # the job takes rank 0's weights
+    torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # the job takes rank 0's weights
     return parser.parse_args()
 
 
@@ -48,23 +49,24 @@ class JobLog:
     def __init__(self, args: argparse.Namespace) -> None:
         self.directory: Path = args.records
         self._kills, self._pauses = args.kill, args.pause
+        self.rank = os.environ.get("RANK", "0")  # not at import: a script that reads it has no standby
 
     def write(self, **entry: Any) -> None:
         """Write one line; a kill does not lose it. A process that outlives a change has a file for each."""
         generation = os.environ.get(constants.ENV_GENERATION, "0")
-        with (self.directory / f"{RANK}-{os.getpid()}-{generation}.jsonl").open("a") as file:
+        with (self.directory / f"{self.rank}-{os.getpid()}-{generation}.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def write_end(self, **end: Any) -> None:
         """Write the final state of this rank."""
-        (self.directory / f"end-{RANK}.json").write_text(json.dumps(end))
+        (self.directory / f"end-{self.rank}.json").write_text(json.dumps(end))
 
     def kill_at(self, place: str, step: int) -> None:
         """Kill this process or its node, once, if this is the place."""
         for kill in self._kills:
             where, rank, *node = kill.split(":")
             mark = self.directory / f"killed-{where}"
-            if (where, rank) != (f"{place}@{step}", RANK) or mark.exists():
+            if (where, rank) != (f"{place}@{step}", self.rank) or mark.exists():
                 continue
             mark.touch()
             if node:
@@ -83,19 +85,21 @@ class JobLog:
 
 
 class Points(Dataset[Any]):
-    """Noisy points of a few classes."""
+    """Noisy points of a few classes, and their index; with ``augment`` a read draws from two generators."""
 
-    def __init__(self, length: int, seed: int, width: int = 16, classes: int = 4) -> None:
+    def __init__(self, length: int, seed: int, *, augment: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.labels = torch.randint(0, classes, (length,), generator=generator)
-        self.inputs = torch.randn(length, width, generator=generator)
-        self.inputs[:, :classes] += nn.functional.one_hot(self.labels, classes)
+        self.augment = augment
+        self.labels = torch.randint(0, CLASSES, (length,), generator=generator)
+        self.inputs = torch.randn(length, WIDTH, generator=generator)
+        self.inputs[:, :CLASSES] += nn.functional.one_hot(self.labels, CLASSES)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.labels[index]
+    def __getitem__(self, index: int) -> Any:
+        noise = 0.1 * torch.randn(WIDTH) * random.random() if self.augment else 0.0
+        return self.inputs[index] + noise, self.labels[index], index
 
 
 def kill_as_planned(run: Any, step: int) -> None:

@@ -76,14 +76,6 @@ class Checkpointed(Net):
         return scores
 
 
-class Batched(Net):
-    """Buffers that DDP broadcasts in each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-
 class Words(Net):
     """An embedding with sparse gradients, beside dense ones."""
 
@@ -274,7 +266,6 @@ KINDS = {
     "compiled inside": Kind(wrap=lambda run, model: run.ddp(compiled(model))),
     "compiled before": Kind(before=compiled),
     "compiled outside": Kind(wrap=lambda run, model: compiled(run.ddp(model))),
-    "compiled outside, with buffers": Kind(net=Batched, wrap=lambda run, model: compiled(run.ddp(model))),
     "compiled around own DDP": Kind(before=lambda model: compiled(with_ddp(model)), can_stay=False),
     "sparse": Kind(net=Words, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
     "hooks": Kind(before=hooked),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import elastic_resume as er
 from elastic_resume.agent.workers import run_main
 from elastic_resume.state import state_dict
-from tests.support.scripts.job_log import RANK, JobLog, Points, digest, parse_arguments
+from tests.support.scripts.job_log import CLASSES, WIDTH, JobLog, Points, digest, parse_arguments
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,21 +36,7 @@ else:
         f"elastic_resume.integrations.{integration}"
     ).ElasticDDPStrategy
 
-SAMPLES, VALIDATION_SAMPLES, WIDTH, CLASSES = 77, 20, 16, 4  # no rank gets a batch of one: BatchNorm
-
-
-class Classes(Points):
-    """Points with their index. With ``augment`` each read draws from two generators."""
-
-    def __init__(self, length: int, seed: int, *, augment: bool = False) -> None:
-        super().__init__(length, seed, WIDTH, CLASSES)
-        self.augment = augment
-
-    def __getitem__(self, index: int) -> Any:
-        inputs, label = super().__getitem__(index)
-        if self.augment:
-            inputs = inputs + 0.1 * torch.randn(WIDTH) * random.random()
-        return inputs, label, index
+SAMPLES, VALIDATION_SAMPLES = 77, 20  # no rank gets a batch of one: BatchNorm
 
 
 class Net(pl.LightningModule):
@@ -257,11 +242,6 @@ def describe_file(path: Path) -> str:
     return state_dict.combine_digests({name: weights[name].tolist() for name in weights})
 
 
-def read_rows(directory: Path) -> dict[str, str]:
-    """Return the files of CSVLogger, by version."""
-    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*.csv")}
-
-
 def main() -> None:
     """Train one case."""
     args = parse_arguments(CASES)
@@ -276,7 +256,7 @@ def main() -> None:
             pl.callbacks.ModelCheckpoint(files / "best", **monitor, save_top_k=2, save_last=True),
             pl.callbacks.ModelCheckpoint(files / "often", every_n_train_steps=3, save_top_k=-1),
         ]
-    train = Classes(SAMPLES, 1, augment=case.augment)
+    train = Points(SAMPLES, 1, augment=case.augment)
     loader = (case.loader or _make_plain_loader(case))(train)
     strategy = ElasticDDPStrategy(resume_options={"seed": 5}, restartable=args.restartable)
     trainer = pl.Trainer(
@@ -298,7 +278,7 @@ def main() -> None:
         }
     )
     fitted: Any = trainer
-    validation = DataLoader(Classes(VALIDATION_SAMPLES, 2), batch_size=5)
+    validation = DataLoader(Points(VALIDATION_SAMPLES, 2), batch_size=5)
     fitted.fit(module, loader, validation, ckpt_path="last")  # it finds one at a restart
     states = {one.state_key: one.state_dict() for one in fitted.callbacks}
     for state in states.values():
@@ -307,7 +287,7 @@ def main() -> None:
         state["best_k_models"] = sorted(map(float, state.pop("best_k_models", {}).values()))
     end = {
         # A restart gives all ranks the BatchNorm buffers of rank 0, until their next forward pass.
-        "model": digest(module if RANK == "0" else dict(module.named_parameters())),
+        "model": digest(module if log.rank == "0" else dict(module.named_parameters())),
         **{f"optimizer{number}": digest(one) for number, one in enumerate(trainer.optimizers)},
         "schedulers": str([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
         "callbacks": str(states),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
 from elastic_resume import constants, failpoints
@@ -70,18 +70,6 @@ class PlannedKills:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Inputs(Dataset[Tensor]):
-    """Inputs that a loader's worker makes."""
-
-    def __len__(self) -> int:
-        """Return more than any test reads."""
-        return 1 << 20
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Return the input of one sample."""
-        return torch.randn(16, generator=torch.Generator().manual_seed(index))
-
-
 def main() -> None:
     """Train until the last step."""
     parser = argparse.ArgumentParser()
@@ -96,7 +84,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batches = er.GlobalBatches(args.steps * 24, 24, shuffle=True)
     # Its workers are forked, and live as long as this process.
-    loader = DataLoader(Inputs(), batch_sampler=batches, num_workers=1, persistent_workers=True)
+    samples = TensorDataset(torch.randn(args.steps * 24, 16))
+    loader = DataLoader(samples, batch_sampler=batches, num_workers=1, persistent_workers=True)
     run = er.resume(model=model, optimizer=optimizer, data=batches)
     kills = PlannedKills(json.loads(args.plan.read_text()), args.step_log)
     # A copy is made while the next step begins.
@@ -114,7 +103,7 @@ def main() -> None:
             while True:
                 kills.step = run.position.step + 1
                 kills.reach("loading")
-                x = next(iterator, None)
+                (x,) = next(iterator, (None,))
                 if x is None:
                     break
                 with torch.no_grad():

@@ -18,16 +18,6 @@ from typing import Any
 # torch is imported where it is used, since a spawned process imports this file again.
 
 
-class Squares:
-    """A dataset of small square numbers."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index * index
-
-
 class Result:
     """A class of the script itself, which another process sends here."""
 
@@ -56,7 +46,7 @@ def loaded() -> list[list[int]]:
     """Return two epochs of batches from two persistent DataLoader workers."""
     from torch.utils.data import DataLoader  # noqa: PLC0415
 
-    squares: Any = Squares()
+    squares: Any = [number * number for number in range(8)]
     loader: Any = DataLoader(squares, batch_size=4, num_workers=2, persistent_workers=True)
     return [batch.tolist() for _ in range(2) for batch in loader]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import elastic_resume as er
 from elastic_resume import constants
@@ -35,16 +35,6 @@ def make_sample(number: int) -> tuple[int, Tensor, Tensor]:
     """Return a sample: its number, noise for the generator, and a real point."""
     random = torch.Generator().manual_seed(number)
     return number, torch.randn(8, generator=random), torch.randn(4, generator=random)
-
-
-class Samples(Dataset[Any]):
-    """All samples."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return make_sample(index)
 
 
 def read_shard(shard: int) -> Iterator[Any]:
@@ -73,7 +63,8 @@ class Job:
             self.batches = data
         else:
             data = er.GlobalBatches(SAMPLES, GLOBAL_BATCH, shuffle=True)
-            self.batches = DataLoader(Samples(), batch_sampler=data)
+            samples: Any = [make_sample(number) for number in range(SAMPLES)]
+            self.batches = DataLoader(samples, batch_sampler=data)
         self.tracked: dict[str, Any] = {
             "model": {"g": self.generator, "d": self.discriminator},
             "optimizer": {"g": self.generator_optimizer, "d": self.discriminator_optimizer},

@@ -14,29 +14,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
 from elastic_resume.agent.workers import run_main
 from elastic_resume.state import state_dict
 
-SAMPLES = 240
+SAMPLES, GLOBAL_BATCH = 240, 24
 
 
-class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
-    """Random pictures with labels and their index."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.pictures = torch.randn(SAMPLES, 16, generator=generator)
-        self.labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        return self.pictures[index], self.labels[index], index
+def make_dataset() -> TensorDataset:
+    """Make random pictures with labels and their index."""
+    generator = torch.Generator().manual_seed(7)
+    pictures = torch.randn(SAMPLES, 16, generator=generator)
+    labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
+    return TensorDataset(pictures, labels, torch.arange(SAMPLES))
 
 
 def main() -> None:
@@ -44,7 +37,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-log", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--step-delay", type=float, default=0.05)
     parser.add_argument("--slow-until", type=Path, help="a step takes a second until this file exists")
     parser.add_argument("--slow-from", type=int, default=0, help="no earlier step than this one does")
@@ -69,8 +61,8 @@ def main() -> None:
     ).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-    batches = er.GlobalBatches(SAMPLES, args.global_batch, seed=3)
-    loader = DataLoader(Numbered(), batch_sampler=batches, num_workers=args.loaders)
+    batches = er.GlobalBatches(SAMPLES, GLOBAL_BATCH, seed=3)
+    loader = DataLoader(make_dataset(), batch_sampler=batches, num_workers=args.loaders)
     run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
     ddp = run.ddp(model)
     args.step_log.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,19 @@ from transformers.trainer_utils import get_last_checkpoint
 from elastic_resume.agent.workers import run_main
 from elastic_resume.integrations.transformers import ElasticTrainer
 from tests.support.scripts import fsdp_on_cpus
-from tests.support.scripts.job_log import JobLog, Points, digest, parse_arguments
+from tests.support.scripts.job_log import CLASSES, WIDTH, JobLog, Points, digest, parse_arguments
 
-SAMPLES, EVALUATION_SAMPLES, WIDTH, CLASSES, TOKENS = 76, 20, 16, 4, 24
+SAMPLES, EVALUATION_SAMPLES, TOKENS = 76, 20, 24
 TIMES = ("runtime", "per_second")
 
 
 class Classes(Points):
-    """Points as dicts. With ``augment`` each read draws from all three generators."""
+    """Points as dicts."""
 
-    def __init__(self, length: int, seed: int, *, augment: bool = False, has_index: bool = True) -> None:
-        super().__init__(length, seed, WIDTH, CLASSES)
-        self.augment, self.has_index = augment, has_index
+    has_index = True
 
     def __getitem__(self, index: int) -> Any:
-        inputs, label = super().__getitem__(index)
-        if self.augment:
-            inputs = inputs + 0.1 * torch.randn(WIDTH) * random.random()
+        inputs, label, _ = super().__getitem__(index)
         sample = {"inputs": inputs, "labels": label}
         return {**sample, "index": index} if self.has_index else sample
 
@@ -46,8 +41,10 @@ class Classes(Points):
 class Texts(Dataset[dict[str, Any]]):
     """Counting modulo a number, where a sample has fewer labels than tokens."""
 
-    def __init__(self, length: int, *, has_index: bool = True) -> None:
-        self.length, self.has_index = length, has_index
+    has_index = True
+
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def __len__(self) -> int:
         return self.length
@@ -279,9 +276,8 @@ def main() -> None:
         fsdp_on_cpus.allow()
         settings["parallelism_config"] = fsdp_on_cpus.shard_over_each_node()
     train: Dataset[Any] = Texts(SAMPLES) if case.is_text else Classes(SAMPLES, 1, augment=case.augment)
-    evaluation: Dataset[Any] = Classes(EVALUATION_SAMPLES, 2, has_index=False)
-    if case.is_text:
-        evaluation = Texts(EVALUATION_SAMPLES, has_index=False)
+    evaluation: Any = Texts(EVALUATION_SAMPLES) if case.is_text else Classes(EVALUATION_SAMPLES, 2)
+    evaluation.has_index = False
     trainer = observer.trainer = Observed(
         model=make_llama() if case.is_text else case.net(case.dropout),
         args=TrainingArguments(**{**settings, **case.arguments}),

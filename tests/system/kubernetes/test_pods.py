@@ -6,6 +6,7 @@ volumes in memory, names in DNS, SIGTERM. Images, users, limits and the controll
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +24,6 @@ from elastic_resume.testing import virtual_network
 from elastic_resume.units import parse_kubernetes_quantity
 from tests.support import manifests
 from tests.support.agent_fork_server import ShimAgentServer
-from tests.support.closing import ClosedAtExit
 from tests.support.machines import MB, Machines
 from tests.support.paths import ROOT, SCRIPTS
 from tests.support.processes import wait_for
@@ -32,7 +32,7 @@ T = TypeVar("T")
 LIMIT_S = 120.0  # of one wait: the first agent waits until its fork server has imported torch
 
 
-class Pods(ClosedAtExit):
+class Pods(contextlib.AbstractContextManager["Pods"]):
     """The pods of a Job, with a small training as their script."""
 
     def __init__(
@@ -87,6 +87,9 @@ class Pods(ClosedAtExit):
         self._agents = ShimAgentServer(directory, self.env)
         self.env["PATH"] = f"{self._agents.bin_dir}:{self.env['PATH']}"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End everything."""

@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from elastic_resume.testing.virtual_network import unavailable_reason as hosts_available
 from tests.support.agent_fork_server import FREEZER, ShimAgentServer
-from tests.support.closing import ClosedAtExit
 from tests.support.machines import Machines
 from tests.support.paths import ROOT
 
@@ -95,7 +94,7 @@ class SlurmTimeoutError(AssertionError):
     """What was waited for did not happen; the text ends with what the cluster has printed last."""
 
 
-class SlurmCluster(ClosedAtExit):
+class SlurmCluster(contextlib.AbstractContextManager["SlurmCluster"]):
     """Use it as a context manager, or call `close`."""
 
     def __init__(self, directory: Path) -> None:
@@ -125,6 +124,9 @@ class SlurmCluster(ClosedAtExit):
         except BaseException:
             self.close()
             raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End every process of it, and remove what it has left in the host's control groups."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from elastic_resume.events import Event
-from elastic_resume.policy import wording
 from elastic_resume.report import html, summary
 from elastic_resume.report.generations import MAX_FAILURE_EVENTS, MAX_GENERATIONS, GenerationTracker
 from tests.support import report_runs
+from tests.support.random_words import random_words
 from tests.support.report_runs import Job
 
 RUNS = [
@@ -24,18 +23,6 @@ RUNS = [
     and all(item.default is not item.empty for item in inspect.signature(function).parameters.values())
 ]
 WORDS = ["finished", "left (SIGTERM)", "newcomers", "is over", "rank 1", "gloo", "", "zebra", "reset by peer"]
-
-
-def use_random_words(patch: pytest.MonkeyPatch, seed: int) -> None:
-    """Let every function that makes a sentence return random words."""
-    source = random.Random(seed)
-
-    def make(*_facts: Any, **_options: Any) -> str:
-        return " ".join(source.choices(WORDS, k=source.randrange(1, 4)))
-
-    for name, function in inspect.getmembers(wording, inspect.isfunction):
-        if name.startswith("describe"):
-            patch.setattr(wording, function.__name__, make)
 
 
 def structure(value: Any) -> Any:
@@ -68,12 +55,11 @@ def describe_structure(events: list[Event]) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", RUNS)
-def test_random_words_change_no_structure(make: Callable[[], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_words_change_no_structure(make: Callable[[], Job]) -> None:
     """Rows, kinds, counts, times and hints are the same."""
     expected = describe_structure(make().events)
     for seed in range(3):
-        with monkeypatch.context() as patch:
-            use_random_words(patch, seed)
+        with random_words(seed, WORDS):
             assert describe_structure(make().events) == expected
 
 

@@ -32,6 +32,7 @@ from tests.support.rendezvous_nodes import (
     TIMEOUT_S,
     TOKEN,
     authenticate,
+    connect,
     on_event_loop,
     read_line,
 )
@@ -39,7 +40,6 @@ from tests.support.rendezvous_shell import (
     Shell,
     SlowRenderer,
     count_timers,
-    dial,
     ends,
     join,
     serve,
@@ -88,7 +88,7 @@ async def test_earlier_deadline_replaces_the_timer(tmp_path: Path) -> None:
 async def test_disconnected_peer_gets_what_is_queued_and_is_not_reported(tmp_path: Path) -> None:
     """What the state machine sends to it afterwards is ignored."""
     async with serve(tmp_path) as shell:
-        with dial(shell) as peer:
+        with connect(shell.address) as peer:
             conn_id = await join(shell, peer)
             shell.carry_out(*send_much(conn_id), Disconnect(conn_id), Send(conn_id, HEADER, KIB))
             assert await asyncio.to_thread(count_lines, peer) == QUEUED_KIB
@@ -147,7 +147,7 @@ async def test_peer_that_does_not_read_is_dropped(tmp_path: Path) -> None:
     """It may have as much queued as the limit permits."""
     limits = ConnectionLimits(max_queued_bytes=3 << 20, log_interval_s=0.01)
     async with serve(tmp_path, limits) as shell:
-        with dial(shell) as peer:
+        with connect(shell.address) as peer:
             conn_id = await join(shell, peer)
             shell.carry_out(*send_much(conn_id))
             await asyncio.sleep(0)
@@ -167,14 +167,14 @@ async def test_connections_that_have_ended_do_not_count_as_waiting(tmp_path: Pat
     limits = ConnectionLimits(max_unauthenticated=2, handshake_timeout_s=TIMEOUT_S)
     async with serve(tmp_path, limits) as shell:
         with contextlib.ExitStack() as stack:
-            members = [stack.enter_context(dial(shell)) for _ in range(2)]
+            members = [stack.enter_context(connect(shell.address)) for _ in range(2)]
             for member in members:
                 await join(shell, member)
             for _ in range(4):
-                with dial(shell):
+                with connect(shell.address):
                     await wait_on_loop(lambda: len(shell.server._open_connections) == 3)
                 await wait_on_loop(lambda: len(shell.server._open_connections) == 2)
-            silent = [stack.enter_context(dial(shell)) for _ in range(3)]
+            silent = [stack.enter_context(connect(shell.address)) for _ in range(3)]
             assert await ends(silent[0])
             await asyncio.to_thread(authenticate, silent[1])
             await join(shell, silent[2])
@@ -186,10 +186,10 @@ async def test_limit_of_connections_is_for_those_that_others_open(tmp_path: Path
     """The agent itself still connects to its leader."""
     limits = ConnectionLimits(max_connections=2, handshake_timeout_s=TIMEOUT_S, log_interval_s=0.01)
     async with serve(tmp_path, limits) as shell, serve(tmp_path) as leader:
-        with dial(shell) as first, dial(shell) as second:
+        with connect(shell.address) as first, connect(shell.address) as second:
             await join(shell, first)
             await join(shell, second)
-            with dial(shell) as third:
+            with connect(shell.address) as third:
                 assert await ends(third)
             assert "2 connections are open already" in shell.log_lines[0]
             shell.carry_out(Connect(7, leader.address))
@@ -202,17 +202,17 @@ async def test_state_machine_learns_of_members_only(tmp_path: Path) -> None:
     """It does not learn of status clients, nor of peers without the token."""
     renderer = SlowRenderer()  # the client has no reply yet
     async with serve(tmp_path, render_status=renderer) as shell:
-        with dial(shell) as stranger:
+        with connect(shell.address) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert await ends(stranger)
-        with dial(shell) as client:
+        with connect(shell.address) as client:
             proof = await asyncio.to_thread(authenticate, client, STATUS_KEY, status_only=True)
             client.sendall(proof.signer.sign(protocol.encode(HEADER, Heartbeat())))
             assert await ends(client)
         renderer.allowed.set()
         await wait_on_loop(lambda: "a status client sent a message" in "".join(shell.log_lines))
         assert {type(event) for event in shell.core.events} == {Tick}
-        with dial(shell) as member:
+        with connect(shell.address) as member:
             conn_id = await join(shell, member)
         await wait_on_loop(lambda: bool(shell.find(PeerDisconnected)))
         assert [type(event) for event in shell.core.events] == [Tick, PeerConnected, PeerDisconnected]
@@ -224,7 +224,7 @@ async def test_idle_peers_are_dropped_but_not_a_leader_that_was_dialled(tmp_path
     """Three sweeps without data end a connection that the peer has opened."""
     async with serve(tmp_path) as shell, serve(tmp_path) as leader:
         shell.carry_out(Connect(7, leader.address))
-        with dial(shell) as silent, dial(shell) as alive:
+        with connect(shell.address) as silent, connect(shell.address) as alive:
             silent_id = await join(shell, silent)
             proof = await asyncio.to_thread(authenticate, alive)
             await wait_on_loop(lambda: len(shell.find(PeerConnected)) == 3)
@@ -245,14 +245,14 @@ async def test_idle_peers_are_dropped_but_not_a_leader_that_was_dialled(tmp_path
 async def test_after_an_internal_error_nothing_reaches_the_state_machine(tmp_path: Path) -> None:
     """Peers that call are disconnected unheard, and nothing is logged about them."""
     async with serve(tmp_path) as shell:
-        with dial(shell) as member, dial(shell) as stranger:
+        with connect(shell.address) as member, connect(shell.address) as stranger:
             await join(shell, member)
             shell.core.error = KeyError("a defect")
             shell.server.handle_event(Tick())
             assert shell.server.failure.result() is shell.core.error
             shell.core.events.clear()
             shell.server.handle_event(Tick())
-            with dial(shell) as late:
+            with connect(shell.address) as late:
                 assert await asyncio.to_thread(read_line, late) == b""
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert await ends(stranger)
@@ -266,10 +266,10 @@ async def test_close_waits_for_peers_that_read(tmp_path: Path) -> None:
     """Connections that ended earlier, or that end at once, do not cut the last message of another."""
     shell = Shell(tmp_path, ConnectionLimits())
     await shell.server.open()
-    with dial(shell):
+    with connect(shell.address):
         await wait_on_loop(lambda: len(shell.server._open_connections) == 1)
     await wait_on_loop(lambda: not shell.server._open_connections)
-    with dial(shell) as reader, dial(shell) as other:
+    with connect(shell.address) as reader, connect(shell.address) as other:
         await join(shell, other)
         shell.carry_out(*send_much(await join(shell, reader)))
         closing = asyncio.ensure_future(shell.server.close(TIMEOUT_S))
@@ -285,7 +285,7 @@ async def test_close_does_not_wait_for_a_peer_that_does_not_read(tmp_path: Path)
     tasks = asyncio.all_tasks()
     shell = Shell(tmp_path, ConnectionLimits())
     await shell.server.open()
-    with dial(shell) as peer:
+    with connect(shell.address) as peer:
         shell.carry_out(*send_much(await join(shell, peer)))
         await shell.server.close(0.01)
         assert not shell.server._open_connections

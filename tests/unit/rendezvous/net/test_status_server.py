@@ -50,7 +50,7 @@ from tests.support.rendezvous_nodes import (
     read_line,
     send_messages,
 )
-from tests.support.rendezvous_shell import Shell, SlowRenderer, count_timers, dial, ends, serve, wait_on_loop
+from tests.support.rendezvous_shell import Shell, SlowRenderer, count_timers, ends, serve, wait_on_loop
 
 pytestmark = pytest.mark.slow
 
@@ -218,7 +218,7 @@ async def test_clients_that_have_left_are_not_rendered_for(tmp_path: Path) -> No
         first = asyncio.ensure_future(asyncio.to_thread(query, shell))
         await wait_on_loop(lambda: renderer.count == 1)
         for _ in range(5):
-            with dial(shell) as client:
+            with connect(shell.address) as client:
                 await asyncio.to_thread(authenticate, client, STATUS_KEY, status_only=True)
                 await wait_on_loop(lambda: len(shell.server._status_server._clients) == 2)
             await wait_on_loop(lambda: len(shell.server._open_connections) == 1)
@@ -232,7 +232,7 @@ async def test_clients_that_have_left_are_not_rendered_for(tmp_path: Path) -> No
 async def test_oldest_of_too_many_clients_is_disconnected(tmp_path: Path) -> None:
     """The others get their replies."""
     async with serve_slowly(tmp_path) as (shell, renderer):
-        with dial(shell) as oldest:
+        with connect(shell.address) as oldest:
             await asyncio.to_thread(authenticate, oldest, STATUS_KEY, status_only=True)
             await wait_on_loop(lambda: renderer.count == 1)
             others = [asyncio.ensure_future(asyncio.to_thread(query, shell)) for _ in range(3)]
