@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from elastic_resume.events import Event, get_count
 from elastic_resume.mechanisms.compute_check.judge import ComputeComparison, Outcome
