@@ -57,7 +57,8 @@ IMPURE = frozenset(
 MAX_FUNCTION_LINES = 70
 MAX_MODULE_LINES = 800
 # For each mechanism: its words, and the files beside its own and the registry that use them. The kinds of
-# failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted.
+# failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted. So is what a
+# script reads: `Run.preemption`.
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
@@ -66,7 +67,7 @@ MECHANISM_WORDS = {
         {"slots/progress_page.py", "training/heartbeat.py"},
     ),
     "on_event": (r"\bon[-_]event\b|notifier", {"launching/launcher.py"}),
-    "preemption": (r"preemption", {"testing/cluster.py", "testing/faults.py"}),
+    "preemption": (r"preemption[-_ ]notice|notice[-_ ]?(page|watcher)|announcer", {"testing/cluster.py"}),
     "replicas": (r"digester|replicas-differ", set()),
     "slow_ranks": (r"\bslow[-_ ]?rank|straggler", {"testing/fault_runner.py", "testing/faults.py"}),
     "standbys": (r"standby", set()),

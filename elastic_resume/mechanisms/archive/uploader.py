@@ -162,8 +162,9 @@ class ArchiveUploader(AgentPart):
         if event.get("event") == "milestone":
             self._has_new_names = True
 
-    def begin_stop(self) -> None:
+    def begin_stop(self, cause: str) -> None:
         """Note that this node has to end soon."""
+        del cause
         self._last.begin_stop()
 
     def update(self, client: RendezvousClient) -> ArchiveStatus:
