@@ -28,8 +28,8 @@ from elastic_resume.rendezvous.facts import Fact, Judge, Judgment, Scope, Topic
 
 VOID_NODE_TIMEOUTS = 2
 """After so many node timeouts without all bounds a notice is void."""
-PATIENCE_NODE_TIMEOUTS = 0.5
-"""Two facts and two verdicts wait for a heartbeat each, a tenth of a node timeout."""
+PATIENCE_NODE_TIMEOUTS = 0.4
+"""Two verdicts wait for a heartbeat each, a tenth of a node timeout; the rest is for slow machines."""
 MAX_PATIENCE = 100_000
 END_RESERVE_S = 1.0
 """What a worker needs to keep its state, apart from the time of a step."""
@@ -108,7 +108,7 @@ class NoticeJudge(Judge):
         return Judgment(encode_body(found)) if self._is_used or found.node else Judgment()
 
 
-NOTICES = Topic("notices", NoticeJudge)
+NOTICES = Topic("notices", NoticeJudge, is_urgent=True)
 
 
 def find_patience(node_timeout_s: float, step_s: float) -> int:
