@@ -24,7 +24,7 @@ def read(directory: Path, prefix: str = "") -> dict[tuple[int, int], list[dict[s
     """Return the lines of each rank by (generation, rank)."""
     found = {}
     for path in directory.glob(f"{prefix}g*.jsonl"):
-        generation, rank = map(int, re.fullmatch(rf"{prefix}g(\d+)-r(\d+)\.jsonl", path.name).groups())
+        generation, rank = map(int, re.findall(r"\d+", path.stem))
         found[generation, rank] = [json.loads(line) for line in path.read_text().splitlines()]
     return found
 

@@ -57,8 +57,8 @@ IMPURE = frozenset(
 MAX_FUNCTION_LINES = 70
 MAX_MODULE_LINES = 800
 # For each mechanism: its words, and the files beside its own and the registry that use them. The kinds of
-# failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted. So is what a
-# script reads: `Run.preemption`.
+# failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted. So is what
+# a script reads: `Run.preemption`.
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),

@@ -128,9 +128,11 @@ class Announcer(AgentPart):
     # ---- the job's notice ----------------------------------------------------------------------------
 
     def _wait_for_verdicts(self) -> float:
-        assert self._client is not None
+        client = self._client
+        if client is None:
+            return VERDICT_WAIT_S
         wait_s = VERDICT_WAIT_S if self._drain_until is None else DRAIN_POLL_S
-        self._verdicts = self._client.wait_for_verdicts(self._verdicts, wait_s)
+        self._verdicts = client.wait_for_verdicts(self._verdicts, wait_s)
         self._act()
         return 0.0
 

@@ -1,4 +1,4 @@
-"""Share between an agent and its ranks what is known of a notice, and how many step boundaries each has passed.
+"""Share between an agent and its ranks what is known of a notice, and how many steps each has taken.
 
 Words of the page, each with one writing process::
 
