@@ -558,7 +558,7 @@ class Run:
         return hook
 
     def _ask_for_notices(self) -> None:
-        if not self._asks_for_notices:
+        if not self._asks_for_notices and self._open is not None:
             self._asks_for_notices = True
             self._generation.ask_for_notices()
 

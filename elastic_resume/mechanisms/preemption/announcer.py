@@ -84,6 +84,7 @@ class Announcer(AgentPart):
         with self._lock:
             self._is_closed = True
             self._page.close()
+        os.environ.pop(constants.ENV_NOTICE_PAGE, None)
 
     # ---- notices of this node ------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Announcer(AgentPart):
     def _announce(self, reason: str, seconds: float) -> bool:
         """Tell the leader that this node is to stop; return whether the job asks for notices."""
         with self._lock:
-            if not self._is_used:
+            if not self._is_used or self._is_closed:
                 return False
             if not self._report.reason:
                 step_s = max((rank.step_us for rank in self._page.read_ranks()), default=0) / 1e6
