@@ -44,8 +44,19 @@ def send_sigterm(cluster: Cluster, index: int) -> None:
     cluster.kill_agent(index, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("kind", ["step", "epochs", "restartable", "sharded"])
-@pytest.mark.parametrize("stop", [send_sigterm, Cluster.give_notice])
+STOPS = [send_sigterm, Cluster.give_notice]
+TESTED = {
+    ("step", send_sigterm),
+    ("sharded", Cluster.give_notice),
+}  # in `make test`; the others in `make soak`
+CASES = [
+    pytest.param(kind, stop, marks=() if (kind, stop) in TESTED else pytest.mark.soak)
+    for kind in ("step", "epochs", "restartable", "sharded")
+    for stop in STOPS
+]
+
+
+@pytest.mark.parametrize(("kind", "stop"), CASES)
 def test_all_ranks_get_the_notice_at_one_step_and_the_node_leaves_after_the_next(
     tmp_path: Path, kind: str, stop: Callable[[Cluster, int], None]
 ) -> None:
