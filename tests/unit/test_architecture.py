@@ -67,7 +67,7 @@ MECHANISM_WORDS = {
         {"slots/progress_page.py", "training/heartbeat.py"},
     ),
     "on_event": (r"\bon[-_]event\b|notifier", {"launching/launcher.py"}),
-    "preemption": (r"preemption[-_ ]notice|notice[-_ ]?(page|watcher)|announcer", {"testing/cluster.py"}),
+    "preemption": (r"preemption[-_ ]notice|notice[-_ ]?watcher", {"testing/cluster.py"}),
     "replicas": (r"digester|replicas-differ", set()),
     "slow_ranks": (r"\bslow[-_ ]?rank|straggler", {"testing/fault_runner.py", "testing/faults.py"}),
     "standbys": (r"standby", set()),
