@@ -342,7 +342,7 @@ _AGENT_VARIABLES = (
     constants.ENV_FORK_SERVER, constants.ENV_MAX_RESTARTS, constants.ENV_EARLY_START, constants.ENV_PARKED,
     constants.ENV_STATE_BYTES, constants.ENV_NEW_PROCESS, constants.ENV_SUPERVISOR_FD, constants.ENV_SLOTS,
     constants.ENV_LOCAL_RANK, constants.ENV_COMMITTER, constants.ENV_MTBF_S, constants.ENV_LAUNCH,
-    constants.ENV_WORKER_KEY,
+    constants.ENV_WORKER_KEY, constants.ENV_NOTICE_PAGE,
 )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ ENV_OUTER_JOB = (
 )
 ENV_COMMITTER = "ELASTIC_RESUME_COMMITTER"  # abstract unix socket of the agent's committer
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # path of the slots' control block, for worker supervisors
+ENV_NOTICE_PAGE = "ELASTIC_RESUME_NOTICE_PAGE"  # path of the agent's page by which ranks get notices
 ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has measured them
 ENV_LAUNCH = "ELASTIC_RESUME_LAUNCH"  # "CALL,RESULTS": the agent's descriptors of what `launch` runs
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) signals that drain a node, with commas

@@ -173,8 +173,7 @@ class _Agent:
                 self._start_fork_server() as fork_server,
                 shutdown.watch_stop_signals(
                     self.controller.revoke_grace,
-                    self.controller.begin_stop,
-                    self.shutdown_controller.on_signal,
+                    self._begin_stop,
                 ),
                 contextlib.ExitStack() as closing,
             ):
@@ -191,6 +190,11 @@ class _Agent:
         if outcome.kind == "done" and self.spec.shared_dir is not None:
             self.spec.shared_dir.remove()
         return exit_code
+
+    def _begin_stop(self, signal_number: int) -> None:
+        """Note a signal that this process got, in the thread that reads them."""
+        self.shutdown_controller.on_signal(signal_number)
+        self.controller.begin_stop(self.shutdown_controller.find_cause(signal_number))
 
     def _log_start(self) -> None:
         launch = self.spec.config

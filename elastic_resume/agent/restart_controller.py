@@ -123,10 +123,10 @@ class RestartController:
         """Let supervisors kill this generation's workers without grace when torchelastic stops them."""
         self._lease_page.revoke_grace(self.generation)
 
-    def begin_stop(self) -> None:
-        """Tell the mechanisms that this agent is being stopped. From any thread."""
+    def begin_stop(self, cause: str) -> None:
+        """Tell the mechanisms why this agent is being stopped. From any thread."""
         for part in self.parts:
-            part.begin_stop()
+            part.begin_stop(cause)
 
     # ---- between two generations -----------------------------------------------------------------------
 

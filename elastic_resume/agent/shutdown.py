@@ -81,8 +81,12 @@ class ShutdownController:
             if self._first_signal is not None:
                 return
             self._first_signal = int(signal_number)
-        cause = self.drain_cause() or signal.Signals(signal_number).name
+        cause = self.find_cause(signal_number)
         self._event_log.emit("drain", cause=cause, others_continue=self._node_only)
+
+    def find_cause(self, signal_number: int) -> str:
+        """Return why this agent got a signal, which may be its own; else the signal's name."""
+        return self.drain_cause() or signal.Signals(signal_number).name
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
@@ -178,7 +182,7 @@ class ShutdownController:
 
     def describe(self) -> str:
         """Describe in one sentence what stopped this agent."""
-        cause = self.drain_cause() or signal.Signals(self._first_signal or signal.SIGTERM).name
+        cause = self.find_cause(self._first_signal or signal.SIGTERM)
         return "stopped ahead of its time limit." if cause == DEADLINE else f"stopped by {cause}."
 
     def drain_cause(self) -> str:
@@ -200,8 +204,7 @@ class ShutdownController:
 @contextlib.contextmanager
 def watch_stop_signals(
     on_second_interrupt: Callable[[], None],
-    on_stop: Callable[[], None],
-    on_signal: Callable[[int], object] = lambda _: None,
+    on_stop: Callable[[int], object],
 ) -> Iterator[None]:
     """Observe stop and drain signals in a thread, beside torchelastic's handlers. Main thread only.
 
@@ -210,8 +213,7 @@ def watch_stop_signals(
 
     Args:
         on_second_interrupt: called when SIGINT has come twice: the user does not want to wait.
-        on_stop: called for each signal; workers may be slow from then on.
-        on_signal: called with the number of each signal.
+        on_stop: called with the number of each signal; workers may be slow from then on.
 
     """
     read_end, write_end = os.pipe()
@@ -223,8 +225,7 @@ def watch_stop_signals(
         interrupts = 0
         while numbers := os.read(read_end, 4096):
             for number in filter(watched.__contains__, numbers):
-                on_stop()
-                on_signal(number)
+                on_stop(number)
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1:
                 on_second_interrupt()

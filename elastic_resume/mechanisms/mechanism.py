@@ -35,6 +35,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Preemption:
+    """A notice that a node of the job is to stop. All ranks have the same one.
+
+    ``node`` is its name, ``reason`` what announced it: a signal or a cloud. ``seconds`` were left to it when
+    the step boundary was agreed at which all ranks got the notice.
+    """
+
+    reason: str
+    node: str
+    seconds: float
+
+
 class StepObserver:
     """Measures steps in a worker, in one generation."""
 
@@ -43,6 +56,25 @@ class StepObserver:
 
     def end_step(self, step: int) -> None:
         """Note the end of a step, which is the job's ``step``-th; its snapshot has begun."""
+
+    def is_held(self) -> bool:
+        """Return whether the rank must not go on from this step boundary yet; the core asks repeatedly."""
+        return False
+
+    def ask(self) -> None:
+        """Note that the script asks for notices; other ranks' need not."""
+
+    def find_notice(self) -> Preemption | None:
+        """Return what the script may know of a node's end, the same on all ranks at a step boundary."""
+        return None
+
+    def may_end(self, requested_at: float) -> bool:
+        """Return whether a drain that was requested then, of the monotonic clock, may end the process now.
+
+        If not, it is asked again at the next step boundary.
+        """
+        del requested_at
+        return True
 
     def close(self) -> None:
         """Observe no more."""
@@ -152,7 +184,7 @@ class AgentPart:
         In the status thread; in the main thread after that one has ended.
         """
 
-    def begin_stop(self) -> None:
+    def begin_stop(self, cause: str) -> None:
         """Note a signal to stop: workers may be slow from now on. In a thread of its own."""
 
     def handle_failure(self, failure: Failure) -> None:

@@ -274,6 +274,12 @@ class RendezvousClient:
             raise ValueError(f"a fact about {topic} has {len(body)} characters, more than {MAX_BODY_CHARS}")
         self._server.submit(Fact(topic, generation, body))
 
+    def wait_for_verdicts(self, known: Mapping[str, Fact], timeout_s: float) -> Mapping[str, Fact]:
+        """Return the verdicts once they are not the known ones any more, or after a time; from any thread."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.verdicts is not known, timeout_s)
+            return self.verdicts
+
     # ---- the rendezvous thread -----------------------------------------------------------------------
 
     def _update_lease(self, node: RendezvousNode) -> None:

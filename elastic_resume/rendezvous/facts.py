@@ -94,6 +94,8 @@ class Topic:
 
     A verdict about the job stays known until the next one with a body: the next leader may know less.
     """
+    is_urgent: bool = False
+    """Members send such facts at once too."""
 
 
 class FactOutbox:
@@ -113,7 +115,7 @@ class FactOutbox:
             fact = replace(fact, body=topic.choose(kept.body, fact.body))
         self._newest[fact.topic] = fact
         self._unsent.add(fact.topic)
-        return topic.is_of_job
+        return topic.is_of_job or topic.is_urgent
 
     def take(self) -> tuple[Fact, ...]:
         """Return the facts to send, once."""

@@ -29,7 +29,7 @@ from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ElasticResumeError, MachineError, UsageError
-from elastic_resume.mechanisms.mechanism import WorkerContext
+from elastic_resume.mechanisms.mechanism import Preemption, WorkerContext
 from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
@@ -50,6 +50,7 @@ from elastic_resume.training.rank0_buffers import Rank0Buffers
 
 logger = logging.getLogger(__name__)
 
+HOLD_POLL_S = 0.002
 DATASET = "dataset"  # a mark of the checkpoint: the digest of rank 0's dataset at the first start
 
 
@@ -384,7 +385,7 @@ class Generation:
 
     def _save_if_due(self) -> bool:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
-        is_drained = self.drain_request.requested and self.context.is_local_leader
+        is_drained = self.context.is_local_leader and self._must_end()
         position, is_epoch_over = self.progress.position, self.progress.is_epoch_over
         if self.replay is not None:
             if self.replay.has_reached(position):
@@ -399,6 +400,29 @@ class Generation:
             return True
         scheduler.after_step(position, is_epoch_over=is_epoch_over, is_drained=is_drained)
         return is_drained and scheduler.has_kept(position, is_epoch_over=is_epoch_over)
+
+    def _must_end(self) -> bool:
+        request = self.drain_request
+        return request.requested and all(each.may_end(request.requested_at) for each in self._observers)
+
+    # ---- notices -------------------------------------------------------------------------------------
+
+    def ask_for_notices(self) -> None:
+        """Let the mechanisms know that the script asks for notices."""
+        for observer in self._observers:
+            observer.ask()
+
+    def await_observers(self) -> None:
+        """Wait at a step boundary until no mechanism holds this rank. The world may end meanwhile."""
+        if any(observer.is_held() for observer in self._observers):
+            with self.heartbeat.busy():
+                while any(observer.is_held() for observer in self._observers):
+                    time.sleep(HOLD_POLL_S)
+
+    def find_notice(self) -> Preemption | None:
+        """Return the notice that all ranks have; None in a proof, whose steps must repeat the first ones."""
+        found = None if self.replay is not None else (each.find_notice() for each in self._observers)
+        return next(filter(None, found or ()), None)
 
     # ---- the end -------------------------------------------------------------------------------------
 

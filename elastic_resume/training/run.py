@@ -28,6 +28,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.data.global_batches import MicroBatch
 from elastic_resume.errors import MachineError, UsageError, WorldChanged
+from elastic_resume.mechanisms.mechanism import Preemption
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.group_connections import GroupConnections
@@ -50,7 +51,7 @@ from elastic_resume.training.restartable import (
     release_wrapper,
     uninterrupted,
 )
-from elastic_resume.training.script_hooks import ScriptHooks
+from elastic_resume.training.script_hooks import NoticeHooks, ScriptHooks
 from elastic_resume.training.step_counter import StepCounter
 from elastic_resume.training.supervisor_link import SupervisorLink
 
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
 W = TypeVar("W", bound=Callable[[WorldChange], object])
+N = TypeVar("N", bound=Callable[[Preemption], object])
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -97,6 +99,8 @@ class Run:
         self._script_hooks = ScriptHooks(
             lambda: announce.log_unused_settings(arguments.built_settings, self.rank)
         )
+        self._notice_hooks = NoticeHooks()
+        self._asks_for_notices = False
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
         self._fsdp_modules = weakref.WeakSet(hsdp.find_fsdp_modules() if has_parked else ())
@@ -154,6 +158,18 @@ class Run:
     def world_change(self) -> WorldChange | None:
         """The change of world size or global batch since the restored state was saved, or None."""
         return self._generation.progress.world_change
+
+    @property
+    def preemption(self) -> Preemption | None:
+        """The notice that a node of the job is to stop, or None. It changes at a step boundary only.
+
+        All ranks have the same notice from the same step boundary on, so a script may decide by it what all
+        ranks do: finish an evaluation or leave it out, save things of its own. The node takes one more step,
+        and leaves at the next boundary, if its time allows. Without that time it leaves at once, and no rank
+        gets the notice. The next generation begins with None.
+        """
+        self._ask_for_notices()
+        return self._generation.find_notice()
 
     # ---- training ------------------------------------------------------------------------------------
 
@@ -338,6 +354,9 @@ class Run:
             )
         self._script_hooks.run()
         self._count_step(count - 1)
+        self._generation.await_observers()
+        if self._notice_hooks and (preemption := self._generation.find_notice()) is not None:
+            self._notice_hooks.run(preemption)
         failpoints.hit("between-steps", self._generation.progress.position.step)
 
     @uninterrupted
@@ -521,6 +540,28 @@ class Run:
         self._script_hooks.register(add, is_permanent=not self._is_restartable)
         return hook
 
+    def on_preemption(self, hook: N) -> N:
+        """Call ``hook(preemption)`` on all ranks at the step boundary at which they get the notice.
+
+        ::
+
+            @run.on_preemption
+            def keep(preemption):
+                print(f"{preemption.node} stops in {preemption.seconds:.0f} s: {preemption.reason}")
+                run.save()
+
+        It runs at most once in a generation: see `preemption`. If it raises, the exception reaches the
+        script.
+        """
+        self._notice_hooks.register(hook, is_permanent=not self._is_restartable)
+        self._ask_for_notices()
+        return hook
+
+    def _ask_for_notices(self) -> None:
+        if not self._asks_for_notices and self._open is not None:
+            self._asks_for_notices = True
+            self._generation.ask_for_notices()
+
     @contextlib.contextmanager
     def busy(self, reason: str, limit_s: float = BUSY_LIMIT_S) -> Iterator[None]:
         """Pause hang detection during a long operation without steps, such as an evaluation.
@@ -577,6 +618,9 @@ class Run:
         )
         self._tensor_pool = None
         self._script_hooks.begin_generation()
+        self._notice_hooks.begin_generation()
+        if self._asks_for_notices:
+            self._generation.ask_for_notices()
         atexit.register(self._release)
         self._script_hooks.add_again()
         if was_called:

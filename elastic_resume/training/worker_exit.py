@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -249,6 +250,7 @@ class DrainRequest:
     def __init__(self) -> None:
         DrainRequest.current = self
         self.requested = False
+        self.requested_at = 0.0  # of the monotonic clock
         self._pid = os.getpid()
         self._handler_installed = False
         is_main = threading.current_thread() is threading.main_thread()
@@ -278,6 +280,7 @@ class DrainRequest:
         # place after the run was closed, and no step boundary follows.
         if os.getpid() != self._pid or not self._handler_installed:
             self.terminate_process()
+        self.requested_at = self.requested_at or time.monotonic()
         self.requested = True
 
     def terminate_process(self) -> None:

@@ -390,7 +390,7 @@ def test_record_of_other_worker_kills_nothing(stage: Stage, other: dict[str, int
 
 def test_detector_judges_nothing_before_first_view_or_while_paused(stage: Stage) -> None:
     """Workers that are being stopped may take their time."""
-    stage.detector.begin_stop()
+    stage.detector.begin_stop("SIGTERM")
     stage.hang(polls=8)
     stage.detector.begin_generation(Mock(generation=0))
     stage.hang(polls=8)
@@ -403,7 +403,7 @@ def test_stop_signal_pauses_detector(monkeypatch: pytest.MonkeyPatch) -> None:
     paused = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        with shutdown.watch_stop_signals(print, paused.set):
+        with shutdown.watch_stop_signals(print, lambda _: paused.set()):
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(paused.is_set, "the detector to be paused")
     finally:

@@ -65,6 +65,7 @@ MAX_MODULE_LINES = 800
 # For each mechanism: its words, and the files beside its own and the registry that use them. The kinds of
 # failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted. A fault of
 # testing/ may have the name of what it causes; a file there counts only if it imports the mechanism.
+# What a script reads is the core's too: `Run.preemption`.
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
     "compile_cache": (r"compile[-_ ]?cache|compile artifacts", {"config_file.py"}),
@@ -75,7 +76,7 @@ MECHANISM_WORDS = {
         {"slots/progress_page.py", "training/heartbeat.py"},
     ),
     "on_event": (r"\bon[-_]event\b|notifier", {"launching/launcher.py"}),
-    "preemption": (r"preemption", set()),
+    "preemption": (r"preemption[-_ ]notice|notice[-_ ]?watcher", set()),
     "replicas": (r"digester|replicas-differ", set()),
     "slow_ranks": (r"\bslow[-_ ]?rank|straggler", set()),
     "standbys": (r"standby", set()),

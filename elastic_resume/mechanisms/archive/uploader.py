@@ -154,8 +154,9 @@ class ArchiveUploader(AgentPart):
         if event.get("event") == "milestone":
             self._held.note_milestone()
 
-    def begin_stop(self) -> None:
+    def begin_stop(self, cause: str) -> None:
         """Note that this node has to end soon."""
+        del cause
         self._last.begin_stop()
 
     def update(self, client: RendezvousClient) -> ArchiveStatus:

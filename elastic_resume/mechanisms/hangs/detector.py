@@ -101,8 +101,9 @@ class HangDetector(AgentPart):
         """Judge the workers of this generation."""
         self._generation = view.generation
 
-    def begin_stop(self) -> None:
+    def begin_stop(self, cause: str) -> None:
         """Judge no rank any more: workers are being stopped and may take their time."""
+        del cause
         self._paused.set()
 
     def close(self) -> None:

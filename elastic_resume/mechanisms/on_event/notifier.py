@@ -33,8 +33,9 @@ class Notifier(AgentPart):
         records = read_own_records(self._context.node_dir, self._context.local_world_size)
         return max((record.step for record in records), default=None)
 
-    def begin_stop(self) -> None:
+    def begin_stop(self, cause: str) -> None:
         """Note a signal to stop: the last commands get no more than what is left of the grace."""
+        del cause
         if self._stopping_at is None:
             self._stopping_at = time.monotonic()
 

@@ -1,33 +1,33 @@
-"""Poll the source of preemption notices, if there is one, and drain this node at the first notice."""
+"""Poll the source of preemption notices, if there is one, until the first notice."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 from elastic_resume.background import BackgroundThread
-from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart
-from elastic_resume.mechanisms.preemption.sources import NoticeQueryError, NoticeSource
-from elastic_resume.rendezvous.client import RendezvousClient
+from elastic_resume.mechanisms.mechanism import AgentContext
+from elastic_resume.mechanisms.preemption.sources import NoticeQueryError, NoticeSource, PreemptionNotice
 
 logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 0.5
 """A poll in progress may take longer."""
 
 
-class NoticeWatcher(AgentPart):
+class NoticeWatcher:
     """Polls in a thread, from `start` until a notice or `close`. A failing source is named once."""
 
-    def __init__(self, context: AgentContext) -> None:
+    def __init__(self, context: AgentContext, on_notice: Callable[[PreemptionNotice], object]) -> None:
+        """``on_notice`` is called once, in the thread."""
         self._source: NoticeSource | None = context.settings["preemption_notice"]
-        self._emit, self._drain = context.emit, context.drain
+        self._emit, self._on_notice = context.emit, on_notice
         self._has_failed = False
         self._thread: BackgroundThread | None = None
 
-    def start(self, client: RendezvousClient) -> None:
+    def start(self) -> None:
         """Begin to poll."""
-        del client
         if source := self._source:
             log_error = partial(self._log_error, source)
             self._thread = BackgroundThread(
@@ -52,7 +52,7 @@ class NoticeWatcher(AgentPart):
             notice.reason,
             when,
         )
-        self._drain("a preemption notice")
+        self._on_notice(notice)
         return None
 
     def _log_error(self, source: NoticeSource, error: Exception) -> None:

@@ -482,8 +482,8 @@ def test_mechanisms_learn_that_the_agent_is_being_stopped(tmp_path: Path) -> Non
     """Workers may be slow from then on."""
     with open_controller(tmp_path) as (controller, _):
         controller.parts = parts = [Mock(), Mock()]
-        controller.begin_stop()
-        assert [part.begin_stop.call_count for part in parts] == [1, 1]
+        controller.begin_stop("SIGTERM")
+        assert [part.begin_stop.call_args.args for part in parts] == [("SIGTERM",)] * 2
 
 
 def test_node_with_broken_gpu_starts_no_workers(tmp_path: Path) -> None:

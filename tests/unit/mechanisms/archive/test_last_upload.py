@@ -80,7 +80,7 @@ def test_request_under_way_does_not_outlive_the_grace(
     node = make_node(tmp_path)
     closing = close_in_thread(node)
     assert hang.wait(30)
-    node.part.begin_stop()
+    node.part.begin_stop("SIGTERM")
     closing.join(30)
     assert not closing.is_alive()
     assert node.part._thread._thread.is_alive()
@@ -165,7 +165,7 @@ def test_signal_ends_the_pause_before_the_next_try(
     deadline = time.monotonic() + 30
     while len(tries) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    node.part.begin_stop()
+    node.part.begin_stop("SIGTERM")
     closing.join(30)
     assert not closing.is_alive()
     assert f"not archived: step {STEP}." in caplog.messages[-1]

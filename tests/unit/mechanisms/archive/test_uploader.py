@@ -624,7 +624,7 @@ def test_first_node_archives_last_checkpoint_if_there_is_time(
     node.commit(50)
     node.part.begin_generation(SimpleNamespace(rank=rank))  # type: ignore[arg-type]
     if grace_s is not None:
-        node.part.begin_stop()
+        node.part.begin_stop("SIGTERM")
     else:
         node.job_end = SimpleNamespace(reason=JobFinished())
     node.close()

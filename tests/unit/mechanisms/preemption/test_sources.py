@@ -20,6 +20,7 @@ import pytest
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.preemption import sources as notices
+from elastic_resume.mechanisms.preemption.announcer import Announcer
 from elastic_resume.mechanisms.preemption.sources import (
     MAX_BYTES,
     MAX_QUOTED_CHARS,
@@ -29,7 +30,6 @@ from elastic_resume.mechanisms.preemption.sources import (
     parse_source,
     request_metadata,
 )
-from elastic_resume.mechanisms.preemption.watcher import NoticeWatcher
 from tests.support.agent_parts import make_agent_context
 from tests.support.paths import SCRIPTS
 from tests.support.rendezvous_nodes import TIMEOUT_S
@@ -368,9 +368,9 @@ def test_watch_logs_failing_source_once_and_drains_once(caplog: pytest.LogCaptur
     recorder = DrainRecorder()
     source = NoticeSource("aws", look, 0.01)
     settings = {"preemption_notice": source}
-    watcher = NoticeWatcher(make_agent_context(emit=recorder.emit, drain=recorder.drain, settings=settings))
-    with contextlib.closing(watcher):
-        watcher.start(Mock())
+    announcer = Announcer(make_agent_context(emit=recorder.emit, drain=recorder.drain, settings=settings))
+    with contextlib.closing(announcer):
+        announcer.start(Mock())
         assert recorder.drained.wait(TIMEOUT_S)
     assert recorder.causes == ["a preemption notice"]
     assert [line for line in caplog.messages if "refused" in line] == [
