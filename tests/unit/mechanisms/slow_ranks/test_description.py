@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elastic_resume.commands.job_status import build_document, format_screen
-from elastic_resume.mechanisms.mechanism import encode_body
+from elastic_resume.mechanisms.mechanism import Gauge, Mechanism, encode_body
 from elastic_resume.mechanisms.slow_ranks.description import STATUS, SlowRankStatus
-from elastic_resume.report import summary
+from elastic_resume.report import metrics, summary
 from tests.support.report_runs import Job
 from tests.unit.commands.test_job_status import make_leader_status, make_members
 from tests.unit.report.test_metrics import scrape
@@ -24,6 +24,14 @@ def test_status_and_metrics_name_the_slow_rank_of_a_node() -> None:
     assert any(line.startswith("node n0: rank 1 on GPU-7 (87 °C) is slow, and all") for line in lines)
     assert scrape(slow)["elastic_resume_slow_rank", ("n0", "1")] == pytest.approx(1.5)
     assert not [name for name, _ in scrape(make_leader_status(2)) if name == "elastic_resume_slow_rank"]
+
+
+def test_metric_of_a_mechanism_needs_no_label_beside_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most are one number of a node."""
+    gauge = Gauge("own_seconds", "Seconds.", lambda member: float(member["own_s"]))
+    monkeypatch.setattr(metrics, "MECHANISMS", (Mechanism(status=STATUS, gauge=gauge),))
+    status = make_leader_status(2, mechanisms=((STATUS.name, encode_body(SLOW)),))
+    assert scrape(status)["elastic_resume_own_seconds", ("n0",)] == pytest.approx(0.15)
 
 
 def test_rank_that_is_as_fast_again_is_no_hint() -> None:
