@@ -144,16 +144,15 @@ class Traffic:
 
     def count(self) -> None:
         """Count all lines of this process from now on."""
-        line_of = protocol.encode_line
+        sign_message = protocol.LineAuthenticator.sign_message
 
-        def counted(header: Any, body: bytes) -> bytes:
-            line = line_of(header, body)
-            kind = body[8 : body.index(b'"', 8)].decode()
+        def counted(signer: protocol.LineAuthenticator, head: bytes, body: protocol.Body) -> bytes:
+            kind = body.text[8 : body.text.index(b'"', 8)].decode()
             self.lines[kind] += 1
-            self.bytes[kind] += len(line)
-            return line
+            self.bytes[kind] += len(head) + len(body.text)
+            return sign_message(signer, head, body)
 
-        protocol.encode_line = counted
+        protocol.LineAuthenticator.sign_message = counted
 
     def take(self, members: int) -> dict[str, float]:
         """Return what was sent per member since the last call, heartbeats apart."""

@@ -41,7 +41,8 @@ from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import JoinSpec
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
-from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net import protocol, view_delta
+from elastic_resume.rendezvous.net.codec import pack_view
 
 LIMIT_S = 60.0
 WORKERS = 8
@@ -66,7 +67,9 @@ class SimulatedEnd:
         self.peer: SimulatedEnd | None = None
         nonce = secrets.token_hex(32)
         start = protocol.dial if self.is_dialler else protocol.accept
-        self.handshake = start(TOKEN, "benchmark", nonce)
+        self.own_base = view_delta.make_base(pack_view(node.core.state.view))
+        self.sent_base = self.received_base = view_delta.NO_BASE
+        self.handshake = start(TOKEN, "benchmark", nonce, view=self.own_base.digest)
         self.signer: protocol.LineAuthenticator | None = None
         self.verifier: protocol.LineAuthenticator | None = None
         self.is_open = True
@@ -96,7 +99,7 @@ class SimulatedNode:
         self.cpu_s = 0.0
         self.tick_at = math.inf
         self.accepted = 0
-        self.last_body: tuple[Any, bytes] = (None, b"")
+        self.encoder = protocol.BodyEncoder()
 
     def receive(self, call: Callable[..., None], *arguments: Any) -> None:
         """Queue an event that arrives now."""
@@ -152,9 +155,9 @@ class SimulatedNode:
         if isinstance(effect, Send):
             end = self.ends.get(effect.conn_id)
             if end and end.signer:
-                if self.last_body[0] is not effect.message:
-                    self.last_body = (effect.message, protocol.encode_body(effect.message))
-                line = end.signer.sign(protocol.encode_line(effect.header, self.last_body[1]))
+                body = self.encoder.encode(effect.message, end.sent_base)
+                end.sent_base = view_delta.next_base(effect.message, end.sent_base)
+                line = end.signer.sign_message(protocol.encode_head(effect.header), body)
                 self._send(end, line)
         elif isinstance(effect, Connect):
             self._dial(effect)
@@ -206,13 +209,16 @@ class SimulatedNode:
         if not end.is_open:
             return
         if end.verifier:
-            header, message = protocol.decode(end.verifier.verify(line[:-1]))
+            header, message = protocol.decode(end.verifier.verify(line[:-1]), end.received_base)
+            end.received_base = view_delta.next_base(message, end.received_base)
             self.handle(MessageReceived(end.conn_id, header, message))
             return
         try:
             self._send(end, end.handshake.send(line[:-1]))
         except StopIteration as stop:
             end.signer, end.verifier = stop.value.signer, stop.value.verifier
+            if stop.value.peer_view == end.own_base.digest:
+                end.sent_base = end.received_base = end.own_base
             if stop.value.final_line:
                 self._send(end, stop.value.final_line)
             if not end.is_dialler:

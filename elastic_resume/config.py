@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from elastic_resume import config_file, constants
-from elastic_resume.archive.address import parse_archive_setting
 from elastic_resume.config_file import ConfigFile, Entry
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
-from elastic_resume.option import Option
+from elastic_resume.option import Option, parse_switch
 from elastic_resume.policy import going_back, proof
 from elastic_resume.policy.checkpoint_interval import AUTO, IntervalSetting
 from elastic_resume.schedulers import environment
@@ -42,7 +41,6 @@ from elastic_resume.setting_values import (
     parse_listen_address,
     parse_names,
     parse_snapshot_memory,
-    parse_switch,
     parse_transfer_address,
     suggest_similar,
     validate_directory_name,
@@ -112,15 +110,6 @@ OPTIONS = (
         parse_keep,
         DEFAULT_KEEP,
         has_flag=True,
-    ),
-    Option(
-        "archive",
-        "ADDRESS|off",
-        "tier that outlives all nodes: s3://BUCKET, or a path",
-        parse_archive_setting,
-        "off",
-        has_flag=True,
-        details="also gs://, az:// and other schemes of fsspec; all nodes must see the directory",
     ),
     Option(
         "resume",
@@ -353,6 +342,7 @@ _AGENT_VARIABLES = (
     constants.ENV_FORK_SERVER, constants.ENV_MAX_RESTARTS, constants.ENV_EARLY_START, constants.ENV_PARKED,
     constants.ENV_STATE_BYTES, constants.ENV_NEW_PROCESS, constants.ENV_SUPERVISOR_FD, constants.ENV_SLOTS,
     constants.ENV_LOCAL_RANK, constants.ENV_COMMITTER, constants.ENV_MTBF_S, constants.ENV_LAUNCH,
+    constants.ENV_WORKER_KEY,
 )  # fmt: skip
 
 
@@ -474,7 +464,8 @@ class Settings:
 
 
 _NONE_TEXTS = {"resume_from": ""}  # what None is as a variable, where it is not "auto"
-_FIELDS = tuple(field.name for field in fields(Settings))
+# A field whose option is a mechanism's is unknown without that mechanism.
+_FIELDS = tuple(field.name for field in fields(Settings) if any(o.field == field.name for o in OPTIONS))
 
 
 def _read_file_of_worker(environ: Mapping[str, str]) -> dict[str, Entry]:
@@ -501,7 +492,7 @@ class Parser(argparse.ArgumentParser):
             known = actions_by_flag(self)
             message = describe_missing_flag(flag.removeprefix("--")) if "--save-every" in known else ""
             kind = "flag" if unknown else "argument"
-            if flag == "--archive" and not message:
+            if flag == "--archive" and "--save-every" not in known:
                 message = (
                     "this command has no --archive: give the address alone, as s3://BUCKET/PREFIX/RUN_ID."
                 )

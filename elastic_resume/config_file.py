@@ -27,8 +27,8 @@ FLAG = "--config"
 SCRIPT, SCRIPT_ARGS, ENV = "script", "script-args", "env"
 # torchrun's and our flags without a value, for `find_path`, which runs before the import of torch.
 SWITCHES = frozenset({
-    "-m", "-h", "--help", "--help-all", "--module", "--no-python", "--quiet", "--run-path", "--show-config",
-    "--standalone", "--virtual-local-rank",
+    "-m", "-h", "--help", "--help-all", "--module", "--no-python", "--quiet", "--run-path",
+    "--share-compile-cache", "--show-config", "--standalone", "--virtual-local-rank",
 })  # fmt: skip
 _DOLLAR = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\})?")
 _SECRET_NAME = re.compile(

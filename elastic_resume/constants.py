@@ -44,6 +44,7 @@ ENV_MAX_RESTARTS = "ELASTIC_RESUME_TORCH_MAX_RESTARTS"  # of --max-restarts, for
 ENV_FIXED_NODES = "ELASTIC_RESUME_FIXED_NODES"  # 1: --nnodes is one number, so the ranks stay as many
 ENV_EARLY_START = "ELASTIC_RESUME_EARLY_START"  # 1: the worker starts before its generation is known
 ENV_STATE_BYTES = "ELASTIC_RESUME_STATE_BYTES"  # with it: size of the job's state; 0 if unknown
+ENV_WORKER_KEY = "ELASTIC_RESUME_WORKER_KEY"  # in hex: `rendezvous.net.protocol.derive_worker_key`
 ENV_PARKED = "ELASTIC_RESUME_PARKED"  # the agent's file with the socket of each local rank's parked worker
 ENV_NEW_PROCESS = "ELASTIC_RESUME_NEW_PROCESS"  # "MONOTONIC_S VARIABLES": why and when the worker began again
 ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"  # descriptor of a worker's socket to its supervisor

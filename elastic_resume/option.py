@@ -1,4 +1,4 @@
-"""Declare one setting: its name, its variable, and how its value is parsed."""
+"""Declare one setting: its name, its variable, and how its value is parsed; a switch has its parser here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_resume import constants
+from elastic_resume.errors import ConfigError
+
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,11 @@ class Option:
     def default_text(self) -> str:
         """The default as users would write it, or in words."""
         return self.default_help if self.default is None else str(self.default)
+
+
+def parse_switch(setting: str, value: object) -> bool:
+    """Parse true, false, or another word for them."""
+    text = str(value).strip().lower()
+    if text not in _BOOLEANS:
+        raise ConfigError(f"{setting} is {text[:100]!r}: write true or false.")
+    return _BOOLEANS[text]

@@ -22,9 +22,6 @@ from elastic_resume.units import parse_size
 MIN_KEEP = 2
 MAX_MEMORY_BYTES = 2**60  # a larger value is surely a typo; this one fits every integer type in use
 ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
-    ("false", "no", "off", "0"), False
-)
 
 
 def suggest_similar(name: str, known: Iterable[str]) -> str:
@@ -146,14 +143,6 @@ def parse_count(setting: str, value: object, *, minimum: int) -> int:
     if not re.fullmatch(r"\d{1,9}", text) or int(text) < minimum:
         raise ConfigError(f"{setting} is {text[:100]!r}: write a whole number, {minimum} or more.")
     return int(text)
-
-
-def parse_switch(setting: str, value: object) -> bool:
-    """Parse true, false, or another word for them."""
-    text = str(value).strip().lower()
-    if text not in _BOOLEANS:
-        raise ConfigError(f"{setting} is {text[:100]!r}: write true or false.")
-    return _BOOLEANS[text]
 
 
 def parse_names(_setting: str, value: object) -> list[str]:

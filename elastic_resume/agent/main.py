@@ -40,11 +40,11 @@ from elastic_resume.config import Settings, export_worker_options
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, NodeExcludedError
 from elastic_resume.events import Event, EventLog
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, EventSummary, StatusMember
-from elastic_resume.mechanisms.registry import make_agent_parts
+from elastic_resume.mechanisms.registry import export_switches, make_agent_parts
 from elastic_resume.policy import restart
 from elastic_resume.policy.reasons import ErrorRaised, JobFinished, Signalled, to_json
 from elastic_resume.policy.wording import describe, describe_memory
-from elastic_resume.rendezvous.net.protocol import derive_status_key
+from elastic_resume.rendezvous.net.protocol import derive_status_key, derive_worker_key
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import fetch_status
 from elastic_resume.schedulers import slurm
@@ -103,6 +103,7 @@ def run_agent(
             node_dir.move_earlier_run_aside()
         events_path = node_dir.path / constants.EVENTS_FILE
         _set_environment(settings, args, events_path, lease_page, evidence)
+        os.environ[constants.ENV_WORKER_KEY] = derive_worker_key(spec.rendezvous_config.token).hex()
         os.environ[constants.ENV_PARKED] = linux.name_descriptor(parked_file.fileno())
         event_tail = EventTail(events_path)
         with contextlib.closing(
@@ -336,7 +337,7 @@ class _Agent:
     def _describe_saved(self, committer: CheckpointCommitter) -> str:
         """Describe what this node's disk holds of the training, after the last commit."""
         try:
-            step = committer.newest_saved_step()
+            step = committer.newest_checkpoint_step()
         except ElasticResumeError as error:
             return f"what was saved could not be read: {str(error).rstrip('.')}"
         if step is not None:
@@ -442,6 +443,7 @@ def _set_environment(
 ) -> None:
     """Set the variables that workers and supervisors inherit."""
     os.environ.update(settings.to_env() | export_worker_options(args))
+    os.environ.update(export_switches(vars(args)))
     os.environ.pop(constants.ENV_FORK_SERVER, None)  # set where this agent runs inside another one's worker
     os.environ.pop(constants.ENV_CONFIG, None)  # already read; a job that a worker starts is another one
     os.environ.pop(constants.ENV_TOKEN, None)  # already read; the training script must not see it

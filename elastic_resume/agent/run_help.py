@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
         "preload",
     ),
     "checkpoints": (
-        *("ckpt-dir", "save-every", "snapshot-every", "keep", "archive"),
+        *("ckpt-dir", "save-every", "snapshot-every", "keep"),
         *_list_mechanism_flags("checkpoints"),
         *("resume", "resume-from"),
     ),

@@ -99,6 +99,14 @@ GENERATION_VARIABLES = {name.decode() for name in forkserver.VARIABLES_OF_A_GENE
     *("TORCHELASTIC_ERROR_FILE", constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
     *(constants.ENV_EVIDENCE, constants.ENV_EVENTS_PATH),
 }
+# Beginnings of lines that say again what we log: what a worker's end, a signal and the job's end cause.
+DROPPED_LINES = {
+    "torch.distributed.elastic.multiprocessing.api": (
+        *("failed (exitcode", "Sending process"),
+        "Closing process",  # with --run-path
+    ),
+    "torch.distributed.elastic.agent.server.api": ("Received ", "Error waiting on exit"),
+}
 LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
 
 
@@ -109,8 +117,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._spec, self._session, self._controller = spec, session, controller
         self._client = session.client
         self._store_server: TCPStore | None = None
-        self._world: StartWorkers | None = None
-        self._logged_start = False  # of the workers of this world
+        self._view: StartWorkers | None = None
+        self._logged_start = False  # of the workers of this view
 
     def get_backend(self) -> str:
         """See base class."""
@@ -131,28 +139,28 @@ class ElasticRendezvousHandler(RendezvousHandler):
             ConfigError, RendezvousLostError: see `RendezvousClient.join`.
 
         """
-        world = self._join_view()
+        view = self._join_view()
         while self._client.restart_requested:
             # The view has ended before its workers start. Another node may have left because of its failures.
-            world = self._join_view()
+            view = self._join_view()
         for part in self._controller.parts:
-            part.begin_generation(world)
+            part.begin_generation(view)
         # torchelastic passes its environment on to workers.
-        os.environ[constants.ENV_GENERATION] = str(world.generation)
-        os.environ[constants.ENV_LAST_STEP] = self._controller.limit_last_step(world)
+        os.environ[constants.ENV_GENERATION] = str(view.generation)
+        os.environ[constants.ENV_LAST_STEP] = self._controller.limit_last_step(view)
         os.environ[constants.ENV_MTBF_S] = f"{self._controller.mtbf_s:.3f}"
-        os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
-        store: Any = _GenerationStore(_create_rank_store(world.workers_per_node), self._client)
-        bootstrap = RendezvousStoreInfo(*_split_address(world.store_address))
-        return RendezvousInfo(store, world.rank, len(world.members), bootstrap)
+        os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(view.workers_per_node)) == 1))
+        store: Any = _GenerationStore(_create_rank_store(view.workers_per_node), self._client)
+        bootstrap = RendezvousStoreInfo(*_split_address(view.store_address))
+        return RendezvousInfo(store, view.rank, len(view.members), bootstrap)
 
     def _join_view(self) -> StartWorkers:
         """Judge the last generation, join the next view, and judge again with all nodes' failures."""
         self._client.raise_if_over()
-        last_world, view_end = self._world, self._client.view_end
+        last_view, view_end = self._view, self._client.view_end
         newest_step = 0
-        if last_world is not None:
-            summary = self._report_failure(last_world)
+        if last_view is not None:
+            summary = self._report_failure(last_view)
             newest_step = summary.newest_step
             self._controller.end_generation(view_end)
             self._client.sleep_unless_over(summary.restart_delay_s)
@@ -169,21 +177,21 @@ class ElasticRendezvousHandler(RendezvousHandler):
         )
         self._act_before_join()
         try:
-            world = self._client.join(join_spec, self._act_before_join)
+            view = self._client.join(join_spec, self._act_before_join)
         except JobCompleted:
             raise SystemExit(0) from None
-        if world.rank != 0:
+        if view.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
-        changed = last_world is None or not _has_same_members(last_world, world)
-        self._controller.start_generation(world, membership_changed=changed)
-        self._world, self._logged_start = world, False  # an excluded node reports nothing about this view
-        return world
+        changed = last_view is None or not _has_same_members(last_view, view)
+        self._controller.start_generation(view, membership_changed=changed)
+        self._view, self._logged_start = view, False  # an excluded node reports nothing about this view
+        return view
 
     def _act_before_join(self) -> None:
         for part in self._controller.parts:
             part.before_join()
 
-    def _report_failure(self, world: StartWorkers) -> GenerationReport:
+    def _report_failure(self, view: StartWorkers) -> GenerationReport:
         """Report to the leader how a worker of this node failed, if one did, before any decision."""
         summary = self._controller.report_generation()
         if summary.failure is not None:
@@ -191,7 +199,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 part.handle_failure(summary.failure)
             summary = self._controller.report_generation()
         if summary.failure is not None:
-            self._client.report_failure(world.generation, summary.failure)
+            self._client.report_failure(view.generation, summary.failure)
         return summary
 
     def num_nodes_waiting(self) -> int:
@@ -218,8 +226,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """See base class. Tells the other nodes the reason if this node ends the job for all."""
-        if self._world is not None:
-            self._report_failure(self._world)
+        if self._view is not None:
+            self._report_failure(self._view)
         if self._controller.job_failure is not None:
             self._client.fail_job(self._controller.job_failure)
         return True
@@ -246,10 +254,10 @@ class _GenerationStore:
         return getattr(self._inner, name)
 
 
-def _has_same_members(last: StartWorkers, world: StartWorkers) -> bool:
+def _has_same_members(last: StartWorkers, view: StartWorkers) -> bool:
     """Return whether no node was lost or has joined; one that prepares is not lost."""
-    staying = {member for member in last.members if member.node not in world.preparing_nodes}
-    return staying == set(world.members)
+    staying = {member for member in last.members if member.node not in view.preparing_nodes}
+    return staying == set(view.members)
 
 
 def _create_rank_store(workers_per_node: tuple[int, ...]) -> Store:
@@ -734,20 +742,12 @@ def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_n
 
 def _filter_torchelastic_logs() -> None:
     """Drop torchelastic's log lines about events that we log ourselves."""
-    prefixes = (
-        "Sending process",
-        "Closing process",
-        "failed (exitcode",
-        "Received ",
-        "Error waiting on exit",
-        "The node '",  # it failed to send a heartbeat, or to close a rendezvous whose host is dead
-    )
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(prefixes)
+        return not str(record.msg).startswith(DROPPED_LINES[record.name])
 
-    for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_wanted)
+    for name in DROPPED_LINES:
+        logging.getLogger(name).addFilter(is_wanted)
 
 
 def _raise_signal_exception(number: int, _frame: object) -> None:

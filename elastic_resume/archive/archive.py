@@ -351,7 +351,7 @@ class Archive:
             raise TornError("is missing.")
         if len(data) < size:
             raise TornError(f"ends at byte {offset + len(data)}.")
-        if len(data) > size or xxhash.xxh3_128_hexdigest(data) != digest:
+        if xxhash.xxh3_128_hexdigest(data) != digest:
             raise CorruptError(f"bytes {offset} to {offset + size} do not match their digest.")
         return data
 

@@ -89,13 +89,13 @@ class SnapshotScheduler:
         self,
         context: RankContext,
         plan: ResumePlan,
-        saved_step: int,
+        checkpoint_step: int,
         tracked: Mapping[str, Any],
         slot_client: SlotClient,
         *,
         waiting_for_disk: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Start the generation on this node, which holds a checkpoint of ``saved_step``.
+        """Start the generation on this node, which holds a checkpoint of ``checkpoint_step``.
 
         It is 0 after a cold start, and -1 if this node's disk lacks the state.
 
@@ -107,7 +107,7 @@ class SnapshotScheduler:
         # Each local rank holds other shards of the state, so it takes part in every snapshot.
         self.is_sharded = self.snapshotter.is_sharded
         self.meter = CostMeter(self.snapshotter)
-        self._committed_step = self._loaded_step = saved_step  # of the newest commit, requested or done
+        self._committed_step = self._loaded_step = checkpoint_step  # of the newest commit, requested or done
         self._before_request: tuple[int, float] | None = None  # step and time of the commit before
         self._context = context
         self._slot_client = slot_client
@@ -116,10 +116,10 @@ class SnapshotScheduler:
         self._last_commit_at = time.monotonic()
         self._commit_stall_s: float | None = None  # what the last commit cost the training thread
         # Mechanisms of an agent read snapshots, to compare them with those of other nodes.
-        self._has_readers = constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
+        self._may_be_read = constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
         version = (plan.source_generation, plan.step)
         # State loaded from memory or a peer does not verify a checkpoint on this disk.
-        trusted_version = version if plan.kind == "resumed" and saved_step >= 0 else None
+        trusted_version = version if plan.kind == "resumed" and checkpoint_step >= 0 else None
         retention = RetentionPolicy(trusted_version, settings.keep)
         self._direct_writer = DirectWriter(context, plan, tracked, retention, waiting_for_disk)
         if context.is_local_leader:
@@ -350,10 +350,10 @@ class SnapshotScheduler:
             commit_s, cpu_s = control.get("commit_us") / 1e6, control.get("commit_cpu_us") / 1e6
             commit_s = max(commit_s, self._commit_stall_s)  # a direct write stalls until it is done
             cost = SaveCost(self._commit_stall_s, commit_s, cpu_s, self.meter.cpu_count)
-        return checkpoint_interval.is_save_due(
+        return checkpoint_interval.is_commit_due(
             self._context.settings.save_every,
             step=step,
-            last_saved_step=self._committed_step,
+            committed_step=self._committed_step,
             elapsed_s=time.monotonic() - self._last_commit_at,
             cost=cost,
             mtbf_s=self._mtbf_s,
@@ -361,7 +361,7 @@ class SnapshotScheduler:
 
     def _is_reading_due(self, step: int) -> bool:
         """Return whether a mechanism reads a snapshot of this step, which is the same on all nodes."""
-        if not self._has_readers:
+        if not self._may_be_read:
             return False
         meter, settings = self.meter, vars(self._context.settings)
         snapshot_s = meter.snapshot_cost_s and meter.snapshot_cost_s * meter.cpu_count

@@ -255,7 +255,7 @@ class Snapshotter:
     def _wait_for_previous(self) -> None:
         """Wait until the previous snapshot is complete, or one of its shares has failed."""
         if self._is_split and not self.wait_until_complete() and self._plan is not None:
-            was_torn = self._is_background and self._slots.copies_at_once  # which does not happen again
+            was_torn = self._is_background and self._slots.copies_at_once  # It does not happen again.
             if not was_torn:
                 # A local rank has another plan, or is late: the local leader copies everything from now on.
                 self._failed_plan_id = self._plan.plan_id

@@ -162,10 +162,10 @@ class _Fingerprint:
     def __init__(self, items: Iterable[Any], trained_ids: set[int]) -> None:
         """Read ``items``. ``trained_ids`` are the parameters whose requires_grad must not change."""
         self._optimizers: list[Optimizer] = []
-        self._grouped_optimizers: list[Optimizer] = []  # whose param groups must not change
+        self._grouped_optimizers: list[Optimizer] = []  # Their param groups must not change.
         self._bucket_orders: list[BucketOrder] = []
         self._partial_modules: list[nn.Module] = []  # with buffers that a forward pass may replace
-        self._dtensors: list[Any] = []  # whose local tensors FSDP may replace
+        self._dtensors: list[Any] = []  # FSDP may replace their local tensors.
         dicts: list[Any] = []
         tensors: list[Tensor] = []  # parameters, buffers, and complex optimizer state
         excluded_names = []
@@ -249,7 +249,7 @@ class _StateCache:
         self._is_reusable = True
         self._cached_names: dict[TensorKey, tuple[int, str]] = {}  # (index of the object, leaf name)
         self._uncached_collector = TensorCollector(self._find_cached_name)
-        self._uncached_readers: list[tuple[int, str, Callable[[TensorCollector], Any]]] = []
+        self._uncached_reads: list[tuple[int, str, Callable[[TensorCollector], Any]]] = []
         self._current_index = 0  # index of the tracked object that is being read
         cacheable = {name: item for name, item in tracked.items() if _is_cacheable(item)}
         cached_collector, cached_leaves = TensorCollector(self._find_uncached_name), list[Leaf]()
@@ -262,7 +262,7 @@ class _StateCache:
             if name not in cacheable or isinstance(item, Optimizer):
                 flatten = _flatten_groups if name in cacheable else flatten_object
                 read = functools.partial(flatten, name=name, item=item)
-                self._uncached_readers.append((index, name, read))
+                self._uncached_reads.append((index, name, read))
                 dynamic_structure[name] = read(self._uncached_collector)
         optimizers = [item for item in cacheable.values() if isinstance(item, Optimizer)]
         overlap_rule = OverlapRule(tracked, optimizers, frozen_names)
@@ -285,7 +285,7 @@ class _StateCache:
         """
         collector = TensorCollector(self._find_cached_name)
         dynamic_structure: dict[str, Any] = {}
-        for index, name, read in self._uncached_readers:
+        for index, name, read in self._uncached_reads:
             self._current_index = index
             dynamic_structure[name] = read(collector)
         return StateView(self._cached, tuple(collector.leaves), dynamic_structure)

@@ -237,7 +237,7 @@ class CheckpointWriter:
                 return entry.manifest.file_bytes, len(entry.manifest.to_bytes())
         return 0, 0
 
-    def newest_saved_step(self) -> int | None:
+    def newest_checkpoint_step(self) -> int | None:
         """Return the step of this run's newest valid checkpoint on the disk; None if there is none."""
         return next((entry.step for entry in self._catalog.list_valid()), None)
 

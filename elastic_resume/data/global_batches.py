@@ -117,7 +117,7 @@ class GlobalBatches(BatchSampler):
         self.exhausted = False
         self.iterators = 0  # since `seek`
         self.handed_out = 0  # batches of the iterator of `exhausted`
-        self.requesting_thread = 0  # that asked for the last of them
+        self.requesting_thread = 0  # It asked for the last of them.
         self.loader_prefetch: int | None = None  # batches that the loader requests ahead, if it is known
         self._cached_permutation: tuple[int, Tensor] | None = None  # (epoch, its permutation)
 

@@ -37,7 +37,7 @@ def run_function() -> None:
             f"elastic_resume: a worker does not find what launch() was called with: {error}. Define it at "
             'the top level of its module, above if __name__ == "__main__":.\n'
         )
-        sys.exit(2)  # which is not tried again
+        sys.exit(2)  # The launcher does not try again.
     try:
         value = function(*args)
     except Exception as error:  # noqa: BLE001 - printed as the interpreter does, without this frame

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from elastic_resume.events import Event
@@ -61,8 +62,6 @@ class WorkerContext(NamedTuple):
     step: int
     """The step at which the generation begins."""
     node_dir: Path
-    settings: Mapping[str, Any]
-    """The value of each `Option` that `is_for_workers`, by its field: rank 0's on all ranks."""
     tracked: Mapping[str, Any]
     """The script's objects by name, and records of elastic_resume."""
     emit: Callable[..., Any]
@@ -75,6 +74,8 @@ class WorkerContext(NamedTuple):
     """Return the JSON value of each rank; a collective."""
     broadcast_tensors: Callable[[Sequence[Tensor], int], None]
     """Overwrite tensors with those of a source rank; a collective."""
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """The value of each `Option` that `is_for_workers`, by its field: rank 0's on all ranks."""
 
 
 class ReadingCosts(NamedTuple):
@@ -124,10 +125,14 @@ class AgentContext(NamedTuple):
 
 
 class AgentPart:
-    """A mechanism's part in an agent; its status thread calls the first method."""
+    """A mechanism's part in an agent.
+
+    The main thread, which runs torchelastic, calls all methods but three. The agent's status thread calls
+    `update` and `observe`, a thread of the signal handler `begin_stop`. No call may wait for long.
+    """
 
     def update(self, client: RendezvousClient) -> object:
-        """Act once a second; return the node's `StatusMember`, or None."""
+        """Act once a second; return the node's `StatusMember`, or None. In the status thread."""
 
     def find_generation(self) -> int:
         """Return the newest generation of the job that this part knows of; before `start`."""
@@ -137,16 +142,19 @@ class AgentPart:
         """Begin, before the node joins a view."""
 
     def before_join(self) -> None:
-        """Act before the node joins a view, and when a verdict changes meanwhile; in the main thread."""
+        """Act before the node joins a view, and when a verdict changes meanwhile."""
 
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Note that the workers of a view start now."""
 
     def observe(self, event: Event) -> None:
-        """Note an event of this node's agent or workers, within about a second; not in the main thread."""
+        """Note an event of this node's agent or workers, within about a second.
+
+        In the status thread; in the main thread after that one has ended.
+        """
 
     def begin_stop(self) -> None:
-        """Note a signal to stop: workers may be slow from now on. Called in another thread."""
+        """Note a signal to stop: workers may be slow from now on. In a thread of its own."""
 
     def handle_failure(self, failure: Failure) -> None:
         """Note how a worker has failed; what `find_failures` returns then may precede it."""
@@ -182,6 +190,14 @@ class AlertKind(NamedTuple):
     """Fields by which events are of one problem; none: their descriptions, in which no step or id changes."""
 
 
+class ReportLine(NamedTuple):
+    """A line at the end of a report of a run that has events of a kind."""
+
+    kind: str
+    describe: Callable[[Sequence[Event], float], str]
+    """It takes these events by time, and the Unix time of the run's end."""
+
+
 class StatusMember(NamedTuple):
     """A member of each node in `status`; its kind is a frozen dataclass."""
 
@@ -191,13 +207,14 @@ class StatusMember(NamedTuple):
 
 
 class Gauge(NamedTuple):
-    """A metric of each node, with one more label."""
+    """A metric of each node."""
 
     name: str
     text: str
-    label: str
-    sample: Callable[[dict[str, Any]], tuple[str, float]]
-    """Return the label's value and the metric's from the `StatusMember`."""
+    sample: Callable[[dict[str, Any]], float]
+    """Return the value from the `StatusMember`."""
+    label: str = ""
+    """The field of the `StatusMember` that is a label beside the node's; empty: none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,12 +225,15 @@ class Mechanism:
     """What its agents tell the leader, and how the leader judges it."""
     make_observer: Callable[[WorkerContext], StepObserver | None] | None = None
     """It may return None, on all ranks: then it observes nothing in this generation."""
+    worker_switch: str = ""
+    """The field of the switch without which no rank has an observer, and none needs to import it."""
     make_agent_part: Callable[[AgentContext], AgentPart] | None = None
     needs_setting: str = ""
     """The field of the setting without which agents have no such part, and need not import it."""
     is_reading_due: Callable[[int, ReadingCosts], bool] | None = None
     """Whether the agent's part reads a snapshot of this step (`CheckpointCommitter.offer_snapshot`)."""
     alerts: tuple[AlertKind, ...] = ()
+    report_line: ReportLine | None = None
     status: StatusMember | None = None
     gauge: Gauge | None = None
     options: tuple[Option, ...] = ()

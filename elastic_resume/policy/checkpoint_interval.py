@@ -159,8 +159,8 @@ def next_snapshot_step(step: int, interval_steps: int) -> int:
     return (step // interval_steps + 1) * interval_steps
 
 
-def save_interval_s(cost: SaveCost, mtbf_s: float = ASSUMED_MTBF_S) -> float:
-    """Return the seconds between two saves to disk under ``auto``.
+def commit_interval_s(cost: SaveCost, mtbf_s: float = ASSUMED_MTBF_S) -> float:
+    """Return the seconds between two commits under ``auto``.
 
     It is Young's optimum, at most `MAX_SAVE_INTERVAL_S`. If commits take long, it grows beyond that bound, so
     that the disk works for `MAX_DISK_DUTY` of the time at most.
@@ -169,36 +169,36 @@ def save_interval_s(cost: SaveCost, mtbf_s: float = ASSUMED_MTBF_S) -> float:
     return max(wanted, _clamp_seconds(cost.commit_s) / MAX_DISK_DUTY)
 
 
-def is_save_due(
+def is_commit_due(
     setting: IntervalSetting,
     *,
     step: int,
-    last_saved_step: int,
+    committed_step: int,
     elapsed_s: float,
     cost: SaveCost | None,
     mtbf_s: float = ASSUMED_MTBF_S,
 ) -> bool:
-    """Whether to save to disk after ``step``.
+    """Return whether to commit after ``step``.
 
     A number of steps means its multiples, the same on every node. So after a failure all nodes hold the same
-    step and nothing is sent. A multiple that passed while the disk was busy is saved afterwards.
+    step and nothing is sent. A multiple that passed while the disk was busy is committed afterwards.
 
     Args:
-        setting: how often to save.
+        setting: how often to commit.
         step: steps finished so far.
-        last_saved_step: the step last saved by this process, or resumed from.
-        elapsed_s: seconds since that save or resume.
-        cost: cost of the last save; None before the first one.
+        committed_step: the step last committed by this process, or resumed from.
+        elapsed_s: seconds since that commit or resume.
+        cost: cost of the last commit; None before the first one.
         mtbf_s: mean time between failures in seconds.
     """
-    if step <= last_saved_step or setting.is_off:
+    if step <= committed_step or setting.is_off:
         return False
     if setting.steps is not None:
-        return step // setting.steps > last_saved_step // setting.steps
+        return step // setting.steps > committed_step // setting.steps
     if setting.seconds is not None:
         return elapsed_s >= setting.seconds
-    # The first save comes after the first step, so that a state that cannot be stored fails early.
-    return cost is None or elapsed_s >= save_interval_s(cost, mtbf_s)
+    # The first commit comes after the first step, so that a state that cannot be stored fails early.
+    return cost is None or elapsed_s >= commit_interval_s(cost, mtbf_s)
 
 
 def _clamp_seconds(value: float) -> float:

@@ -22,7 +22,7 @@ PROVED, ROUNDING, RESUMED, NOT_PROVED = "proved", "rounding", "resumed", "not pr
 OFF, FIRST, ALWAYS, STOP = "off", "first", "always", "stop"
 MODES = (FIRST, ALWAYS, OFF, STOP)
 REHEARSE = "rehearse"  # as ALWAYS, and with another number of ranks too; `testing.rehearsal` sets it
-MAX_PROOFS = 3  # that do not end well; then resumes cost no more than without a proof
+MAX_PROOFS = 3  # After so many that do not end well, resumes cost no more than without a proof.
 # A difference may appear some steps after its cause, such as a base learning rate or an accumulated gradient.
 MAX_PREFERRED_STEPS = 5
 # Part of the steps' own change of a tensor. Wrong resumes differed by 0.03 or more of it.

@@ -1,6 +1,7 @@
 """Hold a rank's place in the job: collectives, its node's directory, its connection to the committer.
 
-The lowest rank of each node is the local leader: it lists the node's snapshots and checkpoints, and saves.
+The lowest rank of each node is the local leader: it lists the node's snapshots and checkpoints, and requests
+commits.
 Under an agent the committer runs in the agent. Under plain torchrun or python the local leader runs the
 committer itself, and the snapshots in memory end with that process.
 """

@@ -172,7 +172,7 @@ def _describe_hang(event: ParsedEvent) -> str:
     )
     duration = format_seconds(event.get_seconds("seconds"))
     if suspects_text and event.get_seconds("kill_delay_s"):
-        suspects_text = f"perhaps {suspects_text}"  # or a rank of another node
+        suspects_text = f"perhaps {suspects_text}"  # A rank of another node may be it.
     explanation = suspects_text or "all ranks of this node wait for a rank of another node"
     waiting = event.raw.get("waiting")
     if not suspects_text and waiting and isinstance(waiting, dict):

@@ -132,12 +132,11 @@ def _collect_node_metrics(status: AgentStatus) -> Iterator[Metric]:
     yield problem
     for mechanism in MECHANISMS:
         if mechanism.gauge and mechanism.status:
-            gauge = GaugeMetricFamily(
-                PREFIX + mechanism.gauge.name, mechanism.gauge.text, labels=["node", mechanism.gauge.label]
-            )
+            name, text, sample, label = mechanism.gauge
+            labels = [label] if label else []
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["node", *labels])
             if member := node[mechanism.status.name]:
-                label, value = mechanism.gauge.sample(member)
-                gauge.add_metric([*name_label, label], value)
+                gauge.add_metric([*name_label, *(str(member[key]) for key in labels)], sample(member))
             yield gauge
     for name, (text, key) in NODE_COUNTERS.items():
         counter = CounterMetricFamily(PREFIX + name, text, labels=["node"])

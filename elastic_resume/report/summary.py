@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from elastic_resume.events import Event, get_boot_time
-from elastic_resume.mechanisms.registry import ALERTS
+from elastic_resume.mechanisms.registry import ALERTS, REPORT_LINES
 from elastic_resume.report import alerts, checkpoints, event_log, goodput
 from elastic_resume.report.alerts import BAD, Alert, describe_recurrence
 from elastic_resume.report.checkpoints import CheckpointEntry
@@ -167,8 +167,12 @@ def _hints_from_alerts(alerts: Sequence[Alert]) -> list[str]:
         times = f" ({format_count(count, 'time')})" if count > 1 else ""
         unresolved = "" if first.is_resolved else "; not resolved"
         rank = _WORST_ALERTS.index(first.kind) if first.kind in _WORST_ALERTS else len(_WORST_ALERTS)
-        hints.append((rank, -count, f"{first.node or 'a node'}: {first.text}{times}{unresolved}"))
+        hints.append((rank, -count, f"{_describe_alert(first)}{times}{unresolved}"))
     return [hint for *_, hint in sorted(hints, key=itemgetter(0, 1))]
+
+
+def _describe_alert(alert: Alert) -> str:
+    return f"{alert.node or 'a node'}: {alert.text}"
 
 
 def _hints_from_totals(history: RunHistory, goodput: Goodput) -> list[str]:
@@ -397,7 +401,7 @@ def format_text(report: RunReport) -> str:
         DOWNTIME_NOTE if report.downtimes else "",
         _describe_recoveries(report),
         _describe_checkpoints(report),
-        _describe_uploads(report),
+        *_describe_mechanisms(report),
         truncate(f"settings: {', '.join(report.settings)}", MAX_NOTE_CHARS) if report.settings else "",
     )
     wrapped = [line for text in totals if text for line in wrap_text(text)]
@@ -458,9 +462,12 @@ def format_since_start(report: RunReport, t: float) -> str:
 
 
 def _format_alerts(report: RunReport) -> Iterator[tuple[float, str]]:
+    """Yield each alert's time and sentence; of one whose sentence is a hint, the kind alone."""
     for alert in report.alerts:
         recurrence = describe_recurrence(alert)
-        text = f"{alert.node or '-'}: {alert.text}" + (f" ({recurrence})" if recurrence else "")
+        is_told = any(hint.startswith(_describe_alert(alert)) for hint in report.verdict.hints)
+        text = f"{alert.node or '-'}: {f'{alert.kind}, see above' if is_told else alert.text}"
+        text += f" ({recurrence})" if recurrence else ""
         yield alert.t, f"at {format_since_start(report, alert.t)}  {text}"
 
 
@@ -509,14 +516,8 @@ def _describe_checkpoints(report: RunReport) -> str:
     return ", ".join(parts)
 
 
-def _describe_uploads(report: RunReport) -> str:
-    """Say what this job has archived, and how old the newest was at the run's end."""
-    uploads = report.timeline.select("archived")
-    if not uploads:
-        return ""
-    newest = max(uploads, key=lambda event: (event.get_count("checkpoint_generation") or 0, event.step or 0))
-    age = format_seconds(max(0.0, (report.end_t or newest.t) - newest.t))
-    count = format_count(len(uploads), "checkpoint")
-    return (
-        f"archive {newest.get_text('archive')}: {count} put, newest: step {newest.step}, {age} before the end"
-    )
+def _describe_mechanisms(report: RunReport) -> Iterator[str]:
+    for line in REPORT_LINES:
+        found = [{**event.raw, "t": event.t} for event in report.timeline.select(line.kind)]
+        if found:
+            yield line.describe(found, found[-1]["t"] if report.end_t is None else report.end_t)

@@ -85,7 +85,7 @@ class BlockTable:
         self.count = -(-len(buffer.memory) // block_bytes)
         self._block_bytes = block_bytes
         self._digests = [bytes.fromhex(digest) for digest in digests] or [b""] * self.count
-        self._arrived: set[int] = set()  # and all blocks below the watermark
+        self._arrived: set[int] = set()  # beside all blocks below the watermark
         self._refused: set[int] = set()
 
     def start(self, index: int) -> int:

@@ -73,8 +73,8 @@ class CheckpointCommitter:
         self.slot_pool = slot_pool
         # Called with the id of a snapshot that mechanisms of the agent read, and its view's generation; and
         # with the directory of a checkpoint that is on disk now. None may wait: see `OfferQueue`.
-        self.snapshot_readers: list[Callable[[int, int], object]] = []
-        self.checkpoint_readers: list[Callable[[Path], object]] = []
+        self.snapshot_listeners: list[Callable[[int, int], object]] = []
+        self.checkpoint_listeners: list[Callable[[Path], object]] = []
         self._writer = CheckpointWriter(node_dir, run_id, emit, disk)
         self._node_dir = node_dir
         self._emit = emit
@@ -103,9 +103,9 @@ class CheckpointCommitter:
         """Apply the retention policy of workers that have resumed."""
         self._writer.start_generation(retention)
 
-    def newest_saved_step(self) -> int | None:
+    def newest_checkpoint_step(self) -> int | None:
         """Return the step of this run's newest valid checkpoint on the disk; None if there is none."""
-        return self._writer.newest_saved_step()
+        return self._writer.newest_checkpoint_step()
 
     def request_commit(self, snapshot_id: int) -> None:
         """Have a snapshot committed once it is complete; do not wait."""
@@ -134,8 +134,8 @@ class CheckpointCommitter:
         return request.path
 
     def offer_snapshot(self, snapshot_id: int, generation: int) -> None:
-        """Offer a snapshot to its readers."""
-        for offer in self.snapshot_readers:
+        """Offer a snapshot to the listeners."""
+        for offer in self.snapshot_listeners:
             offer(snapshot_id, generation)
 
     def commit_newest(self) -> None:
@@ -250,8 +250,8 @@ class CheckpointCommitter:
                 self.slot_pool.control_block.set("commit_us", int(result.seconds * 1e6))
                 self.slot_pool.control_block.set("commit_cpu_us", int(result.cpu_s * 1e6))
             self._handle_success(step)
-            self._release_slot(state)  # first: the checkpoint counts, whatever its readers do
-            for offer in self.checkpoint_readers:
+            self._release_slot(state)  # first: the checkpoint counts, whatever the listeners do
+            for offer in self.checkpoint_listeners:
                 offer(path)
             return path
         self._release_slot(state)

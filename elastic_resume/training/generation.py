@@ -30,7 +30,7 @@ from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ElasticResumeError, MachineError, UsageError
 from elastic_resume.mechanisms.mechanism import WorkerContext
-from elastic_resume.mechanisms.registry import make_step_observers
+from elastic_resume.mechanisms.registry import make_step_observers, read_switches
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
@@ -130,7 +130,8 @@ class Generation:
             node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
             cleanup.callback(node_dir.release)
             page, shared = _open_page_and_share(context, node_dir, arguments.dataset_digest)
-            self._options, seed, digests = shared.options, shared.seed, shared.dataset_digests
+            self._options, self._switches = shared.options, shared.switches
+            seed, digests = shared.seed, shared.dataset_digests
             self.bucket_order = BucketOrder()
             self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
             # Else a cold start would give all ranks rank 0's.
@@ -201,7 +202,8 @@ class Generation:
         cleanup.callback(self.first_steps.close)
         cleanup.callback(self.bucket_order.close)
         cleanup.callback(self.heartbeat.close)
-        self._observers = make_step_observers(self._describe_for_observers(), self.heartbeat.set_measurement)
+        worker_context, record = self._describe_for_observers(), self.heartbeat.set_measurement
+        self._observers = make_step_observers(worker_context, record, self._switches)
         for observer in self._observers:
             cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
@@ -470,11 +472,13 @@ def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None,
 
 
 class _SharedValues(NamedTuple):
-    """What all ranks know at the start: rank 0's seed and options of mechanisms, and each rank's dataset."""
+    """What all ranks know at the start: rank 0's seed and mechanisms' options, and two of each rank."""
 
     seed: int
     options: dict[str, Any]
     dataset_digests: list[int]
+    switches: list[list[str]]
+    """The switches of mechanisms that are on."""
 
 
 def _open_page_and_share(
@@ -489,13 +493,13 @@ def _open_page_and_share(
         page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
         seed = torch.initial_seed()  # 64 bits, unsigned
         seed = seed if seed < 1 << 63 else seed - (1 << 64)
-        options = read_worker_options(os.environ)
-        return page, [node_dir.read_identity(), seed, dataset_digest, options]
+        options, switches = read_worker_options(os.environ), read_switches(os.environ)
+        return page, [node_dir.read_identity(), seed, dataset_digest, options, switches]
 
     page, shared = context.run_and_gather(open_page)
-    context.check_node_names_unique([identity for identity, *_ in shared])
-    _, seed, _, options = shared[0]
-    return page, _SharedValues(int(seed), options, [int(digest) for _, _, digest, _ in shared])
+    identities, seeds, digests, options, switches = zip(*shared, strict=True)
+    context.check_node_names_unique(list(identities))
+    return page, _SharedValues(int(seeds[0]), options[0], [*map(int, digests)], list(switches))
 
 
 def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:

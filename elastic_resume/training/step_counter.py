@@ -12,6 +12,7 @@ A loop that does not get there is refused. Once it has, batches in between were 
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import sys
@@ -34,6 +35,42 @@ MAX_UNEXPECTED = 2  # steps in a row with another number of batches than expecte
 MAX_STRAYS = 2  # optimizer steps in an epoch before its loader is read; one may be a warm-up
 MAX_SKIPPING = 8  # such steps in a row of a loop that has read the expected number before
 IS_KNOWN = "has_counted_steps"  # a mark of the checkpoint: the loop has read the expected number before
+
+
+class EpochState(enum.Enum):
+    """What the loop does in an epoch.
+
+    A loop may look through the loader first, without any optimizer step::
+
+        CLOSED --begin--> OPEN --the loop's iterator ends--> TRAINED, if the loop took optimizer steps on it
+                                                       `---> LOOKED_THROUGH --a later one ends--> TRAINED
+
+    Each state goes to CLOSED when the loop asks for the next epoch, and to OPEN when that begins.
+    """
+
+    CLOSED = enum.auto()
+    OPEN = enum.auto()
+    LOOKED_THROUGH = enum.auto()
+    TRAINED = enum.auto()
+
+    def end_iterator(self, *, has_trained: bool) -> EpochState:
+        """Return the state after the end of the loop's iterator."""
+        if self is EpochState.CLOSED:
+            return self
+        return EpochState.TRAINED if has_trained else EpochState.LOOKED_THROUGH
+
+
+class NewestRead(enum.Enum):
+    """Which iterator over the loader has been read last in an epoch."""
+
+    OF_LOOP = enum.auto()
+    OF_SECOND_ITERATOR = enum.auto()
+    OF_OTHER_THREAD = enum.auto()
+    """It stays so for the epoch: the thread may read ahead at any time."""
+
+    def then(self, newest: NewestRead) -> NewestRead:
+        """Return the state after another read."""
+        return self if self is NewestRead.OF_OTHER_THREAD else newest
 
 
 class StepCounter:
@@ -60,21 +97,19 @@ class StepCounter:
         """
         self._finish, self._count_batches = finish, count_batches
         self._get_marks, self._explain = get_marks, explain
-        self._thread = 0  # that runs the loop
-        self._is_read_elsewhere = False  # another thread reads the loader
+        self._thread = 0  # runs the loop
         self._epoch = 0  # counts the epochs of this process; 0 before the first
-        self._is_open = False  # an epoch is open
-        self._reader: weakref.ref[_Reader] | None = None  # of the loop, in this epoch
-        self._newest_reader: weakref.ref[_Reader] | None = None  # that has returned the newest batch
-        self._is_exhausted = False  # the loop has trained on the epoch to its end
-        self._was_read = False  # to its end, perhaps without any training
-        self._is_read_again = False  # batches were read through another iterator
-        self._batches = 0  # of the loop since the last optimizer step that has ended
-        self._held = 0  # before that, and not counted yet
+        self._state = EpochState.CLOSED
+        self._newest_read = NewestRead.OF_LOOP
+        # The loop's iterator in this epoch, and the one that has returned the newest batch.
+        self._loop_iterator: weakref.ref[_LoaderIterator] | None = None
+        self._newest_iterator: weakref.ref[_LoaderIterator] | None = None
+        self._batches = 0  # the loop's since the last optimizer step that has ended
+        self._held = 0  # those before it that are not counted yet
         self._schedulers = {n: item for n, item in tracked.items() if isinstance(item, LRScheduler)}
-        self._saved_counts: dict[str, int] = {}  # of the schedulers, at a save since the last request
+        self._saved_counts: dict[str, int] = {}  # steps of the schedulers at a save since the last request
         self._strays = 0  # optimizer steps in this epoch before any batch of its loader was read
-        self._outer_error: BaseException | None = None  # that was being handled when the loop began
+        self._outer_error: BaseException | None = None  # was being handled when the loop began
         self._unexpected: list[int] = []  # newest numbers of batches per step, unless they were as expected
         self.has_stepped = False  # since the last step boundary
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
@@ -102,24 +137,24 @@ class StepCounter:
         scaler.update = watched
 
     def _after_optimizer_step(self, *_: Any) -> None:
-        if not self._is_open or threading.get_ident() != self._thread:
+        if self._state is EpochState.CLOSED or threading.get_ident() != self._thread:
             return
-        if self._is_read_elsewhere:
+        if self._newest_read is NewestRead.OF_OTHER_THREAD:
             raise UsageError(
                 "another thread reads the loader of er.epochs(), perhaps ahead of the training, so "
                 "its requests do not end the steps of the loop. Count them yourself: use er.resume() and "
                 "run.step()."
             )
         self._find_loop()
-        if self._is_read_again and not self._batches:
+        if self._newest_read is NewestRead.OF_SECOND_ITERATOR and not self._batches:
             raise UsageError(
                 "the loop trains on a second iterator over its loader in one epoch, and er.epochs() counts "
                 "the batches of the first: let each epoch read the loader once."
             )
         self.has_stepped = True
-        if (reader := self._find_reader()) is not None:
-            reader.has_trained = True
-        elif not (self._batches or self._is_exhausted):
+        if (iterator := self._find_loop_iterator()) is not None:
+            iterator.has_trained = True
+        elif not self._batches and self._state is not EpochState.TRAINED:
             self._strays += 1
             if self._strays >= MAX_STRAYS:
                 raise UsageError(
@@ -130,12 +165,13 @@ class StepCounter:
 
     def _find_loop(self) -> None:
         """Take another iterator for the loop's, if the first one was only looked into and is still there."""
-        reader, newest = self._find_reader(), self._newest_reader() if self._newest_reader else None
-        if newest is None or newest is reader or newest.is_over or newest.epoch != self._epoch:
+        iterator = self._find_loop_iterator()
+        newest = self._newest_iterator() if self._newest_iterator else None
+        if newest is None or newest is iterator or newest.is_over or newest.epoch != self._epoch:
             return
-        if reader is not None and not reader.has_trained:
-            self._reader, self._batches = weakref.ref(newest), newest.batches
-            self._is_read_again = False
+        if iterator is not None and not iterator.has_trained:
+            self._loop_iterator, self._batches = weakref.ref(newest), newest.batches
+            self._newest_read = self._newest_read.then(NewestRead.OF_LOOP)
 
     @property
     def is_broken(self) -> bool:
@@ -148,12 +184,12 @@ class StepCounter:
 
     def begin_epoch(self) -> None:
         """Begin an epoch; what an interrupted one has left is forgotten."""
-        self._thread, self._is_open = threading.get_ident(), True
+        self._thread = threading.get_ident()
+        self._state, self._newest_read = EpochState.OPEN, NewestRead.OF_LOOP
         self._strays, self._outer_error = 0, sys.exc_info()[1]
         self._epoch += 1
-        self._reader = self._newest_reader = None
-        self._is_exhausted = self._was_read = self.has_stepped = False
-        self._is_read_again = self._is_read_elsewhere = False
+        self._loop_iterator = self._newest_iterator = None
+        self.has_stepped = False
         self._batches = self._held = 0
 
     def end_epoch(self) -> None:
@@ -164,10 +200,11 @@ class StepCounter:
 
         """
         self.end_step(must_decide=True)
-        self._is_open = False
+        ended, self._state = self._state, EpochState.CLOSED
         if self._held:
             raise UsageError(self._describe_unexpected(self._count_batches()))
-        if self._was_read and not self._is_known:
+        was_read = ended in {EpochState.LOOKED_THROUGH, EpochState.TRAINED}
+        if was_read and not self._is_known:
             raise UsageError(
                 "an epoch is over, and no optimizer of er.epochs() has taken a step, so nothing would be "
                 "saved. Pass all optimizers of the loop as optimizer=, in a dict if they are several."
@@ -180,7 +217,7 @@ class StepCounter:
 
     def end_open_step(self) -> None:
         """Count the step that `begin_step` has begun, unless a save has counted it."""
-        self._is_open = False
+        self._state = EpochState.CLOSED
         if self._batches:
             self.has_stepped = True
             self.end_step()
@@ -261,73 +298,78 @@ class StepCounter:
     def read(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return an iterator over the loader whose requests end steps, if it is that of the loop."""
         is_loop = self._begin_reading()
-        reader = _Reader(self, make_iterator(), self._epoch)
+        iterator = _LoaderIterator(self, make_iterator(), self._epoch)
         if is_loop:
-            self._reader, self._batches = weakref.ref(reader), 0
-        return reader
+            self._loop_iterator, self._batches = weakref.ref(iterator), 0
+        return iterator
 
     def _begin_reading(self) -> bool:
         """Return whether an iterator that begins now is that of the loop. Another one evaluates.
 
         The loop's first iterator is its own, and so is one that follows an iterator that the loop has left.
         """
-        if not self._is_open or self._is_foreign_thread():
+        if self._is_of_other_read():
             return False
-        reader = self._find_reader()
-        if self._is_exhausted or not (reader is None or reader.is_over):
+        iterator = self._find_loop_iterator()
+        if self._state is EpochState.TRAINED or not (iterator is None or iterator.is_over):
             return False
         self.end_step()
         return True
 
-    def before_batch(self, reader: _Reader) -> None:
-        """End the step before ``reader`` is asked for a batch."""
-        if not self._is_open or self._is_foreign_thread():
+    def before_batch(self, iterator: _LoaderIterator) -> None:
+        """End the step before ``iterator`` is asked for a batch."""
+        if self._is_of_other_read():
             return
-        if reader.epoch != self._epoch:
+        if iterator.epoch != self._epoch:
             raise UsageError(
                 "the loop goes on with an iterator over its loader that was made before this epoch. A resume "
                 "would not find its place: write `for batch in loader` within the loop over er.epochs()."
             )
-        if reader is self._find_reader():
+        if iterator is self._find_loop_iterator():
             self.end_step()
 
-    def after_batch(self, reader: _Reader) -> None:
-        """Count a batch that ``reader`` has returned."""
-        reader.batches += 1
-        self._newest_reader = weakref.ref(reader)
-        if reader is self._find_reader():
+    def after_batch(self, iterator: _LoaderIterator) -> None:
+        """Count a batch that ``iterator`` has returned."""
+        iterator.batches += 1
+        self._newest_iterator = weakref.ref(iterator)
+        if iterator is self._find_loop_iterator():
             self._batches += 1
-            self._is_read_again = False
-        else:
-            self._is_read_again = self._is_open
+            self._newest_read = self._newest_read.then(NewestRead.OF_LOOP)
+        elif self._state is not EpochState.CLOSED:
+            self._newest_read = self._newest_read.then(NewestRead.OF_SECOND_ITERATOR)
 
-    def after_last_batch(self, reader: _Reader) -> None:
+    def after_last_batch(self, iterator: _LoaderIterator) -> None:
         """Count the batches at the end of an epoch that the loop has skipped."""
-        reader.is_over = True
-        if not self._is_open or reader is not self._find_reader():
+        iterator.is_over = True
+        if self._state is EpochState.CLOSED or iterator is not self._find_loop_iterator():
             return
-        self._was_read, self._is_exhausted = True, reader.has_trained
+        self._state = self._state.end_iterator(has_trained=iterator.has_trained)
         expected = self._count_batches()
         left = self._held + self._batches
-        if left and reader.has_trained and self._is_known and not left % expected:
+        if left and iterator.has_trained and self._is_known and not left % expected:
             self._batches, self._held = 0, left
             self._finish_held(expected)
 
-    def _find_reader(self) -> _Reader | None:
-        return None if self._reader is None else self._reader()
+    def _find_loop_iterator(self) -> _LoaderIterator | None:
+        return None if self._loop_iterator is None else self._loop_iterator()
 
-    def _is_foreign_thread(self) -> bool:
-        self._is_read_elsewhere |= threading.get_ident() != self._thread
-        return threading.get_ident() != self._thread
+    def _is_of_other_read(self) -> bool:
+        """Return whether a read is not the loop's: between epochs, or of another thread, which is noted."""
+        if self._state is EpochState.CLOSED:
+            return True
+        if threading.get_ident() == self._thread:
+            return False
+        self._newest_read = NewestRead.OF_OTHER_THREAD
+        return True
 
 
-class _Reader(Iterator[Any]):
+class _LoaderIterator(Iterator[Any]):
     """One iteration over the loader."""
 
     def __init__(self, counter: StepCounter, inner: Iterator[Any], epoch: int) -> None:
         self._counter, self._inner, self.epoch = counter, inner, epoch
         self.is_over = self.has_trained = False
-        self.batches = 0  # that it has returned
+        self.batches = 0  # returned so far
 
     def __next__(self) -> Any:
         self._counter.before_batch(self)

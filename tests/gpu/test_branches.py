@@ -24,7 +24,7 @@ from elastic_resume.training.run import Run
 from tests.gpu.real_gpu import RealGpu
 from tests.support import state_image
 from tests.support.fake_gpu import FakeGpu
-from tests.support.rendezvous_nodes import wait_until
+from tests.support.processes import wait_for
 from tests.unit.capture.test_snapshotter import (
     assert_held,
     assert_same,
@@ -156,7 +156,7 @@ def test_change_during_copy_discards_snapshot(
         model.weight.data = before
     assert ["model/weight" in reason for reason in failures(run)] == [True]
     assert capsys.readouterr().err.count("since model/weight changed before optimizer.step() while it") == 1
-    wait_until(
+    wait_for(
         (run._generation.context.node_dir / "g000001-s0000000002").is_dir, "the commit that step 1 has missed"
     )
     generation = run._generation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume.mechanisms.registry import MECHANISMS
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -47,6 +49,13 @@ with Cluster(Path("job"), nodes=1, workers_per_node=2, flags=["--snapshot-every"
     assert cluster.wait_exit() == [0]
     print(show("report", str(cluster.run_dir)))
 """
+RUN = """
+import subprocess, sys
+command = [sys.executable, "-m", "elastic_resume", "run", sys.argv[1] + "=1", "train.py"]
+done = subprocess.run(command, capture_output=True, text=True)
+assert done.returncode == 2, done
+print(done.stderr)
+"""
 
 
 NAMES = sorted(path.parent.name for path in (ROOT / "elastic_resume/mechanisms").glob("*/__init__.py"))
@@ -78,4 +87,13 @@ def test_all_else_works_without_a_mechanism(tmp_path: Path, name: str) -> None:
 
     tests = [f"tests/{path}" for path in PURE_TESTS]
     run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", "not document", *tests)
+    for flag in list_flags(name):
+        assert f"error: unknown flag {flag}." in run("-c", RUN, flag)
     assert "1 failure" in run("-c", JOB)
+
+
+def list_flags(name: str) -> list[str]:
+    """Return the flags that a mechanism adds."""
+    mechanism = getattr(importlib.import_module(f"elastic_resume.mechanisms.{name}"), name.upper())
+    assert mechanism in MECHANISMS
+    return [f"--{option.name}" for option in mechanism.options if option.has_flag]

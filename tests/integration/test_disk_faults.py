@@ -15,7 +15,8 @@ from elastic_resume.report.loader import load_run
 from elastic_resume.testing import fork_server
 from tests.support.disks import MB
 from tests.support.machine_cluster import MachineCluster
-from tests.support.rendezvous_nodes import count_open_descriptors, wait_until
+from tests.support.processes import wait_for
+from tests.support.rendezvous_nodes import count_open_descriptors
 from tests.support.training_job import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
@@ -99,7 +100,7 @@ def test_failing_disk_costs_no_step(tmp_path: Path) -> None:
             said = rf"n{index}: the checkpoint could not be written: [^;]*{reason}"
             assert index == 1 or re.search(said, report), report
     # A busy machine once had one descriptor more for a moment, of unknown origin; a leak would stay.
-    wait_until(
+    wait_for(
         lambda: count_descriptors() <= descriptors_before,
         f"at most {descriptors_before} open files: {list_targets()}",
     )

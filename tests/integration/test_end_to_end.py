@@ -11,10 +11,10 @@ import pytest
 
 from elastic_resume.rendezvous.net.durable_state import RENDEZVOUS_STATE_FILE
 from elastic_resume.testing import Cluster
-from tests.support import launch_ranks, training_log
+from tests.support import launch_ranks
 from tests.support.processes import wait_for
 from tests.support.scripts.train import SAMPLES
-from tests.support.training_job import SCRIPT, check_end, left_behind
+from tests.support.training_job import SCRIPT, check_end, left_behind, repeated_steps
 
 pytestmark = pytest.mark.cluster
 
@@ -25,7 +25,7 @@ FLAGS = ["--save-every", str(SAVE_EVERY), "--node-timeout", "3"]
 
 
 def start(cluster: Cluster, *, waits_at: int = 0, **options: object) -> Path:
-    """Start the job; give the directory of its training_log.
+    """Start the job; give the directory of its step logs.
 
     ``waits_at``: from this step on each takes a second until `go_on`, so that the job cannot end before the
     test's faults, however slow this process is.
@@ -118,7 +118,7 @@ def test_job_with_five_failures_ends_with_undisturbed_weights(tmp_path: Path) ->
         go_on(cluster)
         damage_two_copies_and_finish(cluster)
         assert check_end(kept, world_size=3, epochs=EPOCHS) == train_undisturbed(tmp_path / "undisturbed")
-        assert training_log.repeated_steps(kept) <= 5 * (SAVE_EVERY + 1)
+        assert repeated_steps(kept) <= 5 * (SAVE_EVERY + 1)
         assert max(entry.step for entry in cluster.checkpoints(2)) == EPOCHS * SAMPLES // 24
         cluster.stop()
         wait_for(lambda: not list(left_behind(tmp_path)), "all processes to end")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000", "--prove", "always"]
 
 
-def run_idioms(directory: Path, nodes: int, **env: str) -> tuple[list[dict[str, object]], list[str]]:
+def run_idioms(directory: Path, nodes: int, **env: str) -> tuple[list[str], list[str]]:
     """Return how each of two ranks ends, and the verdict of each proof."""
     directory.mkdir()
     workers = 2 // nodes
@@ -30,9 +30,11 @@ def run_idioms(directory: Path, nodes: int, **env: str) -> tuple[list[dict[str, 
 def test_killed_script_of_one_changed_line_ends_as_undisturbed(tmp_path: Path) -> None:
     """Bit for bit, twice within an epoch, the second time in what follows an early stop."""
     whole, _ = run_idioms(tmp_path / "whole", 1)
-    assert [end["step"] for end in whole] == [32, 32]
+    assert len(whole) == 2
     for nodes in (1, 2) if "ELASTIC_RESUME_SOAK_KILLS" in os.environ else (2,):
-        killed, verdicts = run_idioms(tmp_path / str(nodes), nodes, KILL=f"13:{nodes - 1}", FAIL_EXPORT="1")
+        killed, verdicts = run_idioms(
+            tmp_path / str(nodes), nodes, KILLS=f"1:13:{nodes - 1}", FAIL_EXPORT="1"
+        )
         assert killed == whole
         assert verdicts == ["proved", "proved"]
 
@@ -66,7 +68,7 @@ def test_script_that_a_resume_would_change_is_named_before_its_first_failure(
     An index that starts at 0 again is named at the first resume within an epoch.
     """
     with Cluster(
-        tmp_path, nodes=nodes, workers_per_node=2 // nodes, flags=FLAGS, env={"KIND": kind, "KILL": "5:1"}
+        tmp_path, nodes=nodes, workers_per_node=2 // nodes, flags=FLAGS, env={"KIND": kind, "KILLS": "1:5:1"}
     ) as cluster:
         cluster.start(SCRIPTS / "named.py")
         cluster.wait_exit()

@@ -28,7 +28,7 @@ from tests.support import checkpoint_samples
 from tests.support.paths import SCRIPTS
 from tests.support.state_image import Box, copy_to_image
 
-SCRIPT = SCRIPTS / "forgetful.py"
+SCRIPT = SCRIPTS / "probe.py"
 KILL = Fault("kill-worker", rank=0, step=9)
 
 
@@ -132,7 +132,7 @@ def clean_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     ("mistake", "kill", "messages"),
     [
         (
-            "optimizer",
+            "forgets-optimizer",
             True,
             ["it printed 'step ", "model/weight float32", "ignore=['model/weight'", "went on after"],
         ),
@@ -144,7 +144,7 @@ def test_assert_same_run_finds_mistake(
 ) -> None:
     """An optimizer is not restored; the seed differs at each start."""
     with pytest.raises(AssertionError) as caught:
-        assert_same_run(SCRIPT, mistake, faults=[KILL] if kill else [], nodes=1, lines="^step")
+        assert_same_run(SCRIPT, mistake, "40", faults=[KILL] if kill else [], nodes=1, lines="^step")
     for text in messages:
         assert text in str(caught.value)
     assert clean_tmp.exists()

@@ -18,7 +18,7 @@ from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = SCRIPTS / "spiking.py"
+SCRIPT = SCRIPTS / "proved.py"
 FLAGS = ["--snapshot-every", "1", "--save-every", "3", "--keep", "2", "--prove", "off"]
 BACK = ["--resume-from", "good"]
 NODES = 3 if "ELASTIC_RESUME_SOAK_KILLS" in os.environ else 2
@@ -35,7 +35,7 @@ class Job:
 
     def start(self, flags: Flags = NO_FLAGS, only: Sequence[int] = (), **env: str) -> None:
         """Start all nodes or ``only`` some, with ``flags`` of each."""
-        settings = {"SPIKE": "1000", "SAVES": "", "KILL": "", "PAUSE": "0", "FAILPOINTS": "", **env}
+        settings = {"SPIKE": "1000", "SAVES": "", "KILLS": "", "PAUSE": "0", "FAILPOINTS": "", **env}
         settings["ELASTIC_RESUME_FAILPOINTS"] = settings.pop("FAILPOINTS")
         self.cluster.env.update(settings)
         self.cluster.start(SCRIPT, str(self.cluster.directory), only=())
@@ -100,7 +100,7 @@ def test_job_goes_back_once_whatever_repeats_the_request(
     job = make_job()
     assert job.run(SAVES="5:good", SPIKE="12") == [0] * NODES
     assert job.ends != expected
-    assert job.run({1: BACK}, KILL="3:8") == [0] * NODES
+    assert job.run({1: BACK}, KILLS="3:8:1") == [0] * NODES
     assert job.ends == expected
     assert job.run({1: BACK}) == [0] * NODES
     assert job.starts == [(0, None), (5, "good"), (8, None), (20, None)]

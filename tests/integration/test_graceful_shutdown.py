@@ -12,10 +12,10 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
-from tests.support.agents import Agent, Agents, wait_for
+from tests.support.agents import Agent, Agents
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.paths import SCRIPTS
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -74,7 +74,7 @@ from elastic_resume.mechanisms.mechanism import AgentPart
 
 class Reader(AgentPart):
     def __init__(self, context):
-        context.committer.checkpoint_readers.append(lambda path: self.print("reads", path.name))
+        context.committer.checkpoint_listeners.append(lambda path: self.print("reads", path.name))
 
     def print(self, *words):
         print(*words, file=sys.stderr, flush=True)

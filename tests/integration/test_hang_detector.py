@@ -222,14 +222,25 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, LIMIT_S])
+def test_hang_timeout_of_0_starts_no_thread(tmp_path: Path, timeout_s: float) -> None:
+    """With 0 a rank may take for ever."""
+    detector = make_detector(tmp_path, 1, Mock(), timeout_s=timeout_s)
+    detector.start(Mock())
+    assert any(thread.name == "hang-detector" for thread in threading.enumerate()) == (timeout_s > 0)
+    detector.close()
+
+
 def start_ticks(pid: int) -> int:
     """Return when the process started, in clock ticks."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def make_detector(path: Path, workers: int, emit: Callable[..., Any], disk: Disk = DISK) -> HangDetector:
+def make_detector(
+    path: Path, workers: int, emit: Callable[..., Any], disk: Disk = DISK, timeout_s: float = LIMIT_S
+) -> HangDetector:
     """Return the detector of a node in generation 7."""
-    settings = {"hang_timeout": LIMIT_S}
+    settings = {"hang_timeout": timeout_s}
     context = make_agent_context(node_dir=path, workers=workers, emit=emit, settings=settings)
     detector = HangDetector(context, disk)
     detector.begin_generation(Mock(generation=7))

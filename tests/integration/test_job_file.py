@@ -17,10 +17,11 @@ from elastic_resume import constants
 from elastic_resume.report import html, summary
 from elastic_resume.report.loader import load_run
 from elastic_resume.testing.backends import find_free_port
-from tests.support.agents import Agents, wait_for
+from tests.support.agents import Agents
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.fake_sklearn import write_fake_sklearn
 from tests.support.paths import ROOT
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
 

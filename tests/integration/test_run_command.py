@@ -15,9 +15,9 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing.backends import find_free_port
-from tests.support.agents import Agent, Agents, wait_for
+from tests.support.agents import Agent, Agents
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, wait_for
 
 pytestmark = pytest.mark.cluster
 

@@ -13,10 +13,10 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing.cluster import Cluster
-from tests.support.agents import Agents, wait_for
+from tests.support.agents import Agents
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.paths import SCRIPTS
-from tests.support.processes import write_command
+from tests.support.processes import wait_for, write_command
 
 pytestmark = pytest.mark.cluster
 

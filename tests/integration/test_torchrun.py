@@ -7,6 +7,7 @@ For the others an agent is forked that runs the same file as Python, which saves
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -20,10 +21,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import get_args_parser
 
 from elastic_resume import torchrun_handler
+from elastic_resume.agent import torchelastic
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing.backends import find_free_port
-from tests.support.agents import Agents, wait_for
+from tests.support.agents import Agents
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+from tests.support.paths import ROOT
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -204,3 +208,16 @@ def test_entry_point_imports_nothing() -> None:
         "elastic_resume.errors",
         "elastic_resume.torchrun_handler",
     }
+
+
+def test_lines_of_torchelastic_that_the_agent_drops_are_still_its_lines(tmp_path: Path) -> None:
+    """A worker fails, the agent gets a signal, and the job ends elsewhere: it would log each twice."""
+    script = ROOT / "tests/support/scripts/torchelastic_lines.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    lines = json.loads(done.stdout.splitlines()[-1])
+    for beginnings in torchelastic.DROPPED_LINES.values():
+        for beginning in beginnings:
+            assert any(text.startswith(beginning) for text, _ in lines), (beginning, done.stderr)
+    assert [text for text, is_dropped in lines if not is_dropped] == []

@@ -27,7 +27,7 @@ from elastic_resume.agent.workers import forkserver
 from elastic_resume.local_socket import read_peer, receive_message
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.fork_server import AgentForkServer
-from tests.support import namespaces, processes
+from tests.support import mounts, processes
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SHIM = """#!{python} -IS
@@ -109,10 +109,8 @@ def set_up_agent_on_node(
 ) -> Callable[[], None]:
     """Fork the agent into the shim's namespaces; this process waits for it outside, and ends as it ends."""
     del parent
-    kinds = ("net", "uts", "ipc", "pid", "mnt")
-    for space in [os.open(f"/proc/{request['beside']}/ns/{kind}", os.O_RDONLY) for kind in kinds]:
-        namespaces.enter_namespace(space)
-        os.close(space)
+    for kind in ("net", "uts", "ipc", "pid", "mnt"):
+        mounts.enter_namespace(f"/proc/{request['beside']}/ns/{kind}")
     agent = forkserver.fork()
     if agent:
         os.close(output)  # srun waits until nobody can write any more

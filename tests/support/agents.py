@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic_resume import events
 from elastic_resume.agent.workers.forkserver_manager import ForkedProcess
 from elastic_resume.testing import fork_server
-from tests.support import processes
+from tests.support.processes import wait_for
 
 Agent = subprocess.Popen[bytes] | ForkedProcess
 RUN = [sys.executable, "-m", "elastic_resume", "run"]
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    """Wait until ``condition`` is true, as long as agents may take to start; return its value."""
-    return processes.wait_for(condition, what, timeout_s)
 
 
 class Agents:

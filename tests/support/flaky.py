@@ -20,35 +20,10 @@ import time
 from collections.abc import Iterator
 
 import psutil
-import pytest
 
 PARALLEL = 3
 SHORTEST_S, LONGEST_S = 0.05, 0.3  # of one disturbance
 HOG = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with us
-
-
-# ---- the pytest plugin -----------------------------------------------------------------------------------
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the number of runs."""
-    parser.addoption("--flaky-runs", type=int, default=1)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make each test run several times, each with a number of its own."""
-    metafunc.fixturenames.append("flaky_run")
-    metafunc.parametrize("flaky_run", range(metafunc.config.getoption("--flaky-runs")))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all tests once, then those of pytest again: repetitions meet different neighbours."""
-    items.sort(key=lambda item: item.callspec.params["flaky_run"] if hasattr(item, "callspec") else 0)
-
-
-# ---- the disturbance -------------------------------------------------------------------------------------
 
 
 def disturb(tests: subprocess.Popen[bytes], rng: random.Random) -> None:
@@ -108,8 +83,9 @@ def main() -> int:
     options, others = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # continues what it has stopped
     print(f"seed of the load: {options.seed}", flush=True)
-    flags = f"-q -rf --tb=line -n {PARALLEL} --dist worksteal -p no:cacheprovider -p {__spec__.name}".split()
-    flags += ["--flaky-runs", str(options.runs)]
+    flags = f"-q -rf --tb=line -n {PARALLEL} --dist worksteal -p no:cacheprovider".split()
+    # All tests once, then all again: repetitions meet different neighbours.
+    flags += ["--count", str(options.runs), "--repeat-scope", "session"]
     tests = subprocess.Popen([sys.executable, "-m", "pytest", *flags, *others])
     try:
         if not options.undisturbed:

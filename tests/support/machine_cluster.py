@@ -168,28 +168,13 @@ class MachineBackend(LoopbackBackend):
 class MachineCluster(Cluster):
     """A cluster of simulated machines, whose disks fail like hardware and lose unsynced data."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        nodes: int = 3,
-        disk_bytes: int = DISK_BYTES,
-        shm_bytes: int = SHM_BYTES,
-        memory_bytes: int = 0,
-        forks_agents: bool = False,
-        **others: Any,
-    ) -> None:
-        """Describe the cluster; ``others`` are arguments of `Cluster`."""
+    def __init__(self, directory: Path, *, nodes: int = 3, **options: Any) -> None:
+        """Describe the cluster; ``options`` are arguments of `MachineBackend` and `Cluster`."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.backend = MachineBackend(
-            directory,
-            nodes,
-            disk_bytes=disk_bytes,
-            shm_bytes=shm_bytes,
-            memory_bytes=memory_bytes,
-            forks_agents=forks_agents,
-        )
-        super().__init__(directory, nodes=nodes, hosts=self.backend, **others)
+        ours = ("disk_bytes", "shm_bytes", "memory_bytes", "forks_agents")
+        own = {name: options.pop(name) for name in ours if name in options}
+        self.backend = MachineBackend(directory, nodes, **own)
+        super().__init__(directory, nodes=nodes, hosts=self.backend, **options)
         self._events_before_fault: dict[int, bytes] = {}
         self._lost_events: dict[int, list[Event]] = {}
 

@@ -68,18 +68,25 @@ def make_loop_device(file: int) -> int:
         os.close(control)
 
 
+def enter_namespace(path: str) -> None:
+    """Enter the namespace at this path; a pid namespace applies to children only."""
+    space = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _LIBC.setns(space, 0):
+            raise last_error("setns")
+    finally:
+        os.close(space)
+
+
 def move_mount(namespace: str, target: str, mount: int) -> None:
     """Move a detached mount to ``target`` in the given mount namespace, replacing an earlier one.
 
     Only a process without threads may call this, and it stays in that namespace.
     """
-    space = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
-    if _LIBC.setns(space, 0):
-        raise _last_error("setns")
-    os.close(space)
+    enter_namespace(namespace)
     Path(target).mkdir(parents=True, exist_ok=True)
     if Path(target).is_mount() and _LIBC.umount2(os.fsencode(target), _MNT_DETACH):
-        raise _last_error(f"umount of {target}")
+        raise last_error(f"umount of {target}")
     _syscall("move_mount", _MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), _FROM_EMPTY_PATH)
 
 
@@ -105,11 +112,12 @@ def _kernel_messages(context: int) -> str:
 def _syscall(description: str, number: int, *arguments: object) -> int:
     done: int = _LIBC.syscall(ctypes.c_long(number), *arguments)
     if done < 0:
-        raise _last_error(description)
+        raise last_error(description)
     return done
 
 
-def _last_error(what: str) -> OSError:
+def last_error(what: str) -> OSError:
+    """Return the error of the last system call."""
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from elastic_resume.errors import MachineError
 from elastic_resume.machine import MemoryCgroup
+from tests.support.mounts import enter_namespace, last_error
 from tests.support.processes import wait_for
 
 CLONE_NEWPID = 0x20000000  # linux/sched.h
@@ -22,33 +23,18 @@ _GROUP_PREFIX = "elastic-resume-machine-"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def enter_namespace(descriptor: int) -> None:
-    """Enter the namespace of this descriptor; a pid namespace applies to children only."""
-    if _LIBC.setns(descriptor, 0):
-        raise _last_error("setns")
-
-
-def enter_namespace_at(path: str) -> None:
-    """Enter the namespace at this path."""
-    space = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        enter_namespace(space)
-    finally:
-        os.close(space)
-
-
 @contextlib.contextmanager
 def children_in_pid_namespace(descriptor: int | None) -> Iterator[None]:
     """Start children of this thread in a pid namespace; None: in a new one."""
     if descriptor is None:
         if _LIBC.unshare(CLONE_NEWPID):
-            raise _last_error("unshare")
+            raise last_error("unshare")
     else:
-        enter_namespace(descriptor)
+        enter_namespace(f"/proc/self/fd/{descriptor}")
     try:
         yield
     finally:
-        enter_namespace_at("/proc/self/ns/pid")
+        enter_namespace("/proc/self/ns/pid")
 
 
 class MemoryLimit:
@@ -97,8 +83,3 @@ def remove_stale_groups() -> None:
         maker = group.name.removeprefix(_GROUP_PREFIX).split("-")[0]
         if not Path("/proc", maker).exists():
             _remove_group(group)
-
-
-def _last_error(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")

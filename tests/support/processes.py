@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """Wait until ``condition`` is true; return its value. ``what`` describes it in the error."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

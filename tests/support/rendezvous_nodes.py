@@ -34,6 +34,8 @@ from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
+from elastic_resume.rendezvous.net.view_delta import NO_BASE, Base, next_base
+from tests.support.processes import wait_for
 
 TOKEN = b"a token that nobody may read in a log"
 RUN = "job"
@@ -41,14 +43,6 @@ TIMEOUT_S = 30.0
 NODE_TIMEOUT_S = 12.0
 """All nodes are threads of one process, which may wait seconds for a processor."""
 HEARTBEAT_S = 0.3
-
-
-def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: float = TIMEOUT_S) -> None:
-    """Wait for a condition."""
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit, f"not within {timeout_s:g} s: {description}"
-        time.sleep(0.005)
 
 
 def on_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -260,6 +254,7 @@ def is_disconnected(connection: socket.socket, *, timeout_s: float = TIMEOUT_S /
 
 
 _results: weakref.WeakKeyDictionary[socket.socket, protocol.HandshakeResult] = weakref.WeakKeyDictionary()
+_bases: weakref.WeakKeyDictionary[socket.socket, Base] = weakref.WeakKeyDictionary()
 
 
 def authenticate(
@@ -285,7 +280,10 @@ def send_messages(connection: socket.socket, *messages: Message) -> None:
 
 def receive_message(connection: socket.socket) -> Message:
     """Read the next message that is not a heartbeat."""
-    return protocol.decode(_results[connection].verifier.verify(read_line(connection)))[1]
+    base = _bases.get(connection, NO_BASE)
+    message = protocol.decode(_results[connection].verifier.verify(read_line(connection)), base)[1]
+    _bases[connection] = next_base(message, base)
+    return message
 
 
 class EndlessSender(threading.Thread):
@@ -311,7 +309,7 @@ class EndlessSender(threading.Thread):
 def check_undisturbed(running: list[SocketNode]) -> None:
     """Check that leases are renewed on all nodes, and that no view has ended or been installed."""
     leases = [one.lease_expires_at for one in running]
-    wait_until(
+    wait_for(
         lambda: all(one.lease_expires_at > old for one, old in zip(running, leases, strict=True)),
         "leases are renewed",
     )

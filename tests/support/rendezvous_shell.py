@@ -123,7 +123,7 @@ async def serve(
     assert shell.core.error or not shell.server.failure.done()
 
 
-async def wait_for(condition: Callable[[], bool]) -> None:
+async def wait_on_loop(condition: Callable[[], bool]) -> None:
     """Wait for a condition on the event loop."""
     while not condition():  # noqa: ASYNC110  the test has a timeout
         await asyncio.sleep(0.001)
@@ -144,7 +144,7 @@ async def join(shell: Shell, peer: socket.socket) -> int:
 
     known = len(find_accepted())
     await asyncio.to_thread(authenticate, peer)
-    await wait_for(lambda: len(find_accepted()) > known)
+    await wait_on_loop(lambda: len(find_accepted()) > known)
     return find_accepted()[-1]
 
 

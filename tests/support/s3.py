@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import cast
+from functools import partial
+
+from werkzeug.serving import WSGIRequestHandler, make_server
+from werkzeug.wrappers import Request, Response
 
 BUCKET = "bucket"
 SLOW_BYTES_PER_S = 100_000
@@ -99,8 +100,26 @@ class FaultProxy:
     faults: list[Fault] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    _closing: threading.Event = field(default_factory=threading.Event)
 
-    def take_action(self, method: str, path: str) -> str:
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[int]:
+        """Yield the proxy's port."""
+        server = make_server(
+            "127.0.0.1", 0, Request.application(self._answer), threaded=True, request_handler=_Handler
+        )
+        server.daemon_threads = True  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield server.port
+        finally:
+            self._closing.set()
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def _take_action(self, method: str, path: str) -> str:
         """Count a request, and return what is to happen to it."""
         with self.lock:
             self.requests.append(f"{method} {path}")
@@ -110,111 +129,58 @@ class FaultProxy:
                     return fault.action
         return ""
 
-    @contextlib.contextmanager
-    def serve(self) -> Iterator[int]:
-        """Yield the proxy's port."""
-        server = _Server(("127.0.0.1", 0), _Handler)
-        server.proxy = self
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.closing.set()
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    proxy: FaultProxy
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(address, handler)
-        self.closing = threading.Event()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: clients that give up are the point."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the name in the base class
-        """Say nothing."""
-
-    def handle_request(self) -> None:
-        """Answer one request."""
-        server = cast("_Server", self.server)
-        action = server.proxy.take_action(self.command, self.path)
-        body = self._read_body(action == "slow")
-        if len(body) < int(self.headers.get("Content-Length") or 0):  # the client has given up
-            self._close()
-            return
+    def _answer(self, request: Request) -> Response:
+        path = request.environ["RAW_URI"]
+        action = self._take_action(request.method, path)
+        pieces = iter(partial(request.stream.read, SLOW_BYTES_PER_S // 10), b"")
+        body = b"".join(_delay(pieces) if action == "slow" else pieces)
         if action == "hang":
-            server.closing.wait()
-            self._close()
-            return
+            self._closing.wait()
+            raise ConnectionError
         if action[:1].isdigit():
             status, _, code = action.partition(" ")
-            text = f"<Error><Code>{code}</Code><Message>HIDDEN-ANSWER</Message></Error>"
-            self._answer(int(status), [], b"" if self.command == "HEAD" else text.encode(), "")
-            return
-        connection = http.client.HTTPConnection("127.0.0.1", server.proxy.port)
-        connection.request(self.command, self.path, body, dict(self.headers))
-        response = connection.getresponse()
-        data = response.read()
-        headers = [(k, v) for k, v in response.getheaders() if k.lower() not in _HOP_HEADERS]
+            return Response(
+                f"<Error><Code>{code}</Code><Message>HIDDEN-ANSWER</Message></Error>", int(status)
+            )
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request(request.method, path, body, dict(request.headers))
+        answer = connection.getresponse()
+        data, headers = answer.read(), dict(answer.getheaders())
         connection.close()
         if action == "lost":
-            self._close()
-            return
-        if self.command == "HEAD":
-            headers.append(("Content-Length", response.headers.get("Content-Length", "0")))
-        self._answer(response.status, headers, data, action)
-
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_request  # noqa: N815  names of the base class
-
-    def _read_body(self, is_slow: bool) -> bytes:
-        left, body = int(self.headers.get("Content-Length") or 0), bytearray()
-        while left:
-            piece = self.rfile.read(min(left, SLOW_BYTES_PER_S // 10 if is_slow else left))
-            if not piece:
-                break
-            body += piece
-            left -= len(piece)
-            if is_slow:
-                time.sleep(0.1)
-        return bytes(body)
-
-    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, action: str) -> None:
+            raise ConnectionError
         if action == "wrong":
             data = bytes([data[0] ^ 1]) + data[1:]
         if action == "truncated":
             data = data[: len(data) // 2]
-        self.send_response(status)
-        for name, value in headers:
-            self.send_header(name, value)
-        if self.command != "HEAD":
-            self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        if action == "cut":
-            self.wfile.write(data[: len(data) // 2])
-            self._close()
-            return
-        step = SLOW_BYTES_PER_S // 10 if action == "slow" else max(1, len(data))
-        for start in range(0, len(data), step):
-            self.wfile.write(data[start : start + step])
-            if action == "slow":
-                time.sleep(0.1)
+        if request.method != "HEAD":
+            headers["Content-Length"] = str(len(data))
+        sent: Iterable[bytes] = {"slow": _delay(_divide(data)), "cut": _cut(data)}.get(action, [data])
+        return Response(sent, answer.status, headers, direct_passthrough=True)
 
-    def _close(self) -> None:
+
+class _Handler(WSGIRequestHandler):
+    """Closes a connection whose request raises ConnectionError, and is quiet."""
+
+    def connection_dropped(self, error: BaseException, environ: object = None) -> None:
+        del error, environ
         self.close_connection = True
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log(self, type: str, message: str, *args: object) -> None:  # noqa: A002  the name in the base class
+        """Say nothing: clients that give up are the point."""
 
 
-_HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "date", "server"}
+def _divide(data: bytes) -> Iterator[bytes]:
+    step = SLOW_BYTES_PER_S // 10
+    yield from (data[start : start + step] for start in range(0, len(data), step))
+
+
+def _delay(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    for piece in pieces:
+        yield piece
+        time.sleep(0.1)
+
+
+def _cut(data: bytes) -> Iterator[bytes]:
+    yield data[: len(data) // 2]
+    raise ConnectionError

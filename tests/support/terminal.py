@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
-import struct
-import subprocess
 import sys
-import termios
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from elastic_resume.testing import fork_server
+import pexpect
 
 
 def run(*words: str, directory: Path | None = None, env: Mapping[str, str] | None = None) -> str:
-    """Run Python in a terminal of 120 columns, a script in a fork; return all that it has written."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 120, 0, 0))
-    command, environ = [sys.executable, *words], {**os.environ, **(env or {})}
-    with open(theirs, "wb", buffering=0) as end:
-        forked = None if words[0] == "-c" else fork_server.start(command, environ, end, cwd=directory)
-        process = forked or subprocess.Popen(command, cwd=directory, env=environ, stdout=end, stderr=end)
-    text = _read(ours)
-    assert process.wait() == 0, text
+    """Run Python in a terminal of 120 columns; return all that it has written."""
+    place: dict[str, Any] = {"cwd": directory, "env": {**os.environ, **(env or {})}, "dimensions": (40, 120)}
+    process = pexpect.spawn(sys.executable, list(words), timeout=120, encoding="utf-8", **place)
+    process.expect(pexpect.EOF)
+    process.close()
+    text: str = process.before
+    assert process.exitstatus == 0, text
     return text
-
-
-def _read(descriptor: int) -> str:
-    data = b""
-    while True:
-        try:
-            piece = os.read(descriptor, 4096)
-        except OSError:  # EIO: no process has the other end open
-            piece = b""
-        if not piece:
-            os.close(descriptor)
-            return data.decode()
-        data += piece
 
 
 def render(text: str) -> list[str]:

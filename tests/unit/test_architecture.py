@@ -46,6 +46,8 @@ MAY_IMPORT_TORCH = (
     "config_file.py",  # torchrun's parser, for a process without that of `run`
     "agent/torchelastic.py",
     "agent/workers/forkserver.py",
+    "mechanisms/compile_cache/artifact_file.py",
+    "mechanisms/compile_cache/sharing.py",
     *(
         f"mechanisms/compute_check/{name}.py"
         for name in ("check", "computation", "device", "recorder", "request")
@@ -61,9 +63,11 @@ IMPURE = frozenset(
 MAX_FUNCTION_LINES = 70
 MAX_MODULE_LINES = 800
 # For each mechanism: its words, and the files beside its own and the registry that use them. The kinds of
-# failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted.
+# failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted. A fault of
+# testing/ may have the name of what it causes; a file there counts only if it imports the mechanism.
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
+    "compile_cache": (r"compile[-_ ]?cache|compile artifacts", {"config_file.py"}),
     "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (
@@ -71,9 +75,9 @@ MECHANISM_WORDS = {
         {"slots/progress_page.py", "training/heartbeat.py"},
     ),
     "on_event": (r"\bon[-_]event\b|notifier", {"launching/launcher.py"}),
-    "preemption": (r"preemption", {"testing/cluster.py", "testing/faults.py"}),
+    "preemption": (r"preemption", set()),
     "replicas": (r"digester|replicas-differ", set()),
-    "slow_ranks": (r"\bslow[-_ ]?rank|straggler", {"testing/fault_runner.py", "testing/faults.py"}),
+    "slow_ranks": (r"\bslow[-_ ]?rank|straggler", set()),
     "standbys": (r"standby", set()),
     "unreachable_peers": (r"unreachable[-_ ]?peer|peer[-_ ]?probe", {"rendezvous/core/leader.py"}),
 }
@@ -215,24 +219,51 @@ def test_decision_of_views_uses_no_time_link_or_setting(modules: list[Module]) -
 def test_mechanism_is_named_in_three_files_outside_of_its_package() -> None:
     """In code, texts, comments and docstrings: who takes a mechanism out finds the rest of it there."""
     registry = "mechanisms/registry.py"
-    texts = {
-        path.relative_to(PACKAGE).as_posix(): path.read_text()
-        for path in PACKAGE.rglob("*")
-        if path.suffix in {".py", ".j2", ".css"}
-    }
+    texts = read_texts(PACKAGE)
     packages = {
         path.split("/")[1] for path in texts if path.startswith("mechanisms/") and path.count("/") > 1
     }
-    found = {}
-    for mechanism, (words, _) in MECHANISM_WORDS.items():
-        package = f"mechanisms/{mechanism}/"
-        pattern = re.compile(rf"{words}|mechanisms\.{mechanism}\b", re.IGNORECASE)
-        named = {path for path, text in texts.items() if pattern.search(text)}
-        found[mechanism] = {path for path in named if not path.startswith(package)}
+    found = {
+        mechanism: find_files_with_mechanism(texts, mechanism, words)
+        for mechanism, (words, _) in MECHANISM_WORDS.items()
+    }
     expected = {mechanism: {registry, *files} for mechanism, (_, files) in MECHANISM_WORDS.items()}
     assert MECHANISM_WORDS.keys() == packages
     assert found == expected
     assert max(map(len, expected.values())) <= MAX_FILES_OUTSIDE
+
+
+def read_texts(package: Path) -> dict[str, str]:
+    """Return the text of each source file and template by its path in the package."""
+    return {
+        path.relative_to(package).as_posix(): path.read_text()
+        for path in package.rglob("*")
+        if path.suffix in {".py", ".j2", ".css"}
+    }
+
+
+def find_files_with_mechanism(texts: dict[str, str], mechanism: str, words: str) -> set[str]:
+    """Return the files that name a mechanism, beside its own."""
+    imported = rf"mechanisms\.{mechanism}\b"
+    return {
+        path
+        for path, text in texts.items()
+        if not path.startswith(f"mechanisms/{mechanism}/")
+        and re.search(imported if path.startswith("testing/") else f"{words}|{imported}", text, re.IGNORECASE)
+    }
+
+
+def test_fault_may_have_the_name_of_a_mechanism() -> None:
+    """A mechanism that finds slow disks is not named by the fault that slows one."""
+    texts = {
+        "testing/faults.py": 'SLOW_DISK = Fault("slow-disk")',
+        "testing/cluster.py": "from elastic_resume.mechanisms.slow_disk import judge",
+        "policy/restart.py": "# not for a slow disk",
+        "mechanisms/slow_disk/judge.py": "slow disk",
+        "mechanisms/slow_disks/judge.py": "",
+    }
+    words = r"\bslow[-_ ]?disk"
+    assert find_files_with_mechanism(texts, "slow_disk", words) == {"testing/cluster.py", "policy/restart.py"}
 
 
 def test_only_atomic_io_makes_files_durable(modules: list[Module]) -> None:
@@ -247,11 +278,13 @@ def test_only_atomic_io_makes_files_durable(modules: list[Module]) -> None:
 def test_nothing_is_unpickled_or_executed(modules: list[Module]) -> None:
     """Nothing received from network or disk is code.
 
-    `launch` carries a function of its caller through memory of the caller and its children.
+    `launch` carries a function of its caller through memory of the caller and its children. What
+    torch.compile has made is code; a user must turn its sharing on.
     """
-    pattern = r"\bpickle\b|broadcast_object|all_gather_object|\beval\(|\bexec\("
+    pattern = r"\bpickle\b|broadcast_object|all_gather_object|\beval\(|\bexec\(|load_cache_artifacts"
     found = {m.path: re.findall(pattern, re.sub(r'"""[\s\S]*?"""|#.*', "", m.text)) for m in modules}
     assert found.pop("agent/workers/run_main.py") == ["exec("]  # it runs the user's script
+    assert found.pop("mechanisms/compile_cache/sharing.py") == ["load_cache_artifacts"]
     own_memory = {path for path, calls in found.items() if calls}
     assert own_memory == {f"launching/{name}.py" for name in ("call_memory", "function_worker", "launcher")}
 

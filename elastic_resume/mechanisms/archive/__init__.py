@@ -15,6 +15,7 @@ and the commit protocol. The events are::
 
 from __future__ import annotations
 
+from elastic_resume.archive.address import parse_archive_setting
 from elastic_resume.mechanisms.archive import description
 from elastic_resume.mechanisms.mechanism import Mechanism, lazily
 from elastic_resume.option import Option
@@ -27,9 +28,20 @@ ARCHIVE = Mechanism(
     make_agent_part=lazily("archive.uploader", "ArchiveUploader"),
     needs_setting="archive",
     alerts=description.ALERTS,
+    report_line=description.REPORT_LINE,
     status=description.STATUS,
     gauge=description.GAUGE,
     options=(
+        Option(
+            "archive",
+            "ADDRESS|off",
+            "tier that outlives all nodes: s3://BUCKET, or a path",
+            parse_archive_setting,
+            "off",
+            has_flag=True,
+            help_group="checkpoints",
+            details="also gs://, az:// and other schemes of fsspec; all nodes must see the directory",
+        ),
         Option(
             "archive-every",
             "N|TIME",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.events import Event, get_seconds
-from elastic_resume.mechanisms.mechanism import AlertKind, Gauge, StatusMember
+from elastic_resume.events import Event, get_count, get_seconds
+from elastic_resume.mechanisms.mechanism import AlertKind, Gauge, ReportLine, StatusMember
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
-from elastic_resume.units import parse_duration
+from elastic_resume.units import format_count, parse_duration
 
 MIN_EVERY_S = 1.0
 
@@ -94,8 +95,21 @@ def _describe_refusal(event: Event) -> str:
     return str(event.get("error") or "this job archives no more")
 
 
-def _sample(member: dict[str, Any]) -> tuple[str, float]:
-    return str(member["archive"]), float("nan") if member["step"] is None else member["age_s"]
+def describe_uploads(uploads: Sequence[Event], end_t: float) -> str:
+    """Say what this job has archived, and how old the newest was at the run's end."""
+    newest = max(uploads, key=lambda event: (_count(event, "checkpoint_generation"), _count(event, "step")))
+    age = _format_age(max(0.0, end_t - (get_seconds(newest) or end_t)))
+    count = format_count(len(uploads), "checkpoint")
+    step = _count(newest, "step")
+    return f"archive {newest.get('archive')}: {count} put, newest: step {step}, {age} before the end"
+
+
+def _count(event: Event, name: str) -> int:
+    return get_count(event, name) or 0
+
+
+def _sample(member: dict[str, Any]) -> float:
+    return float("nan") if member["step"] is None else float(member["age_s"])
 
 
 ALERTS = (
@@ -110,10 +124,11 @@ ALERTS = (
     AlertKind("archive-recovered", _describe_recovery),
     AlertKind("archive-refused", _describe_refusal, is_bad=True),
 )
+REPORT_LINE = ReportLine("archived", describe_uploads)
 STATUS = StatusMember("archive", ArchiveStatus, describe_status)
 GAUGE = Gauge(
     "archive_age_seconds",
     "Seconds since this job archived a checkpoint; NaN before its first one, no sample without --archive.",
-    "archive",
     _sample,
+    label="archive",
 )

@@ -25,6 +25,7 @@ Invariant: there is one upload at a time. The next leader goes on with it, since
 
 from __future__ import annotations
 
+import enum
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -56,6 +57,20 @@ MIN_AGE_GRAIN_S = 1.0
 _NONCE = re.compile(r"[0-9a-f]{16}")
 Ranges = tuple[tuple[int, int], ...]
 """Parts, each range without its end."""
+
+
+class Phase(enum.Enum):
+    """The states above, and two more. They follow from the verdict, which nodes of other versions read."""
+
+    WAITING = enum.auto()
+    """For the end of the interval."""
+    DUE = enum.auto()
+    REQUESTED = enum.auto()
+    CHOSEN = enum.auto()
+    BEGUN = enum.auto()
+    COMPLETE = enum.auto()
+    REFUSED = enum.auto()
+    """For good: another job archives under the same run id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +193,11 @@ class Upload:
         return (self.generation, self.step)
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every part is in the archive."""
-        return bool(self.attempt) and self.put == ((0, self.parts),) * bool(self.parts)
+    def phase(self) -> Phase:
+        """Chosen, begun, or complete: every part is in the archive."""
+        if not self.attempt:
+            return Phase.CHOSEN
+        return Phase.COMPLETE if self.put == ((0, self.parts),) * bool(self.parts) else Phase.BEGUN
 
     def share_of(self, node: str) -> Ranges:
         """Return the parts that a node puts."""
@@ -210,6 +227,17 @@ class ArchiveVerdict:
     refusal: str = ""
     bytes_per_s: float = 0.0
     """Of the slowest node that has put parts."""
+
+    @property
+    def phase(self) -> Phase:
+        """The state of the job's archiving."""
+        if self.refusal:
+            return Phase.REFUSED
+        if self.upload:
+            return self.upload.phase
+        if self.request_step:
+            return Phase.REQUESTED
+        return Phase.DUE if self.asks_step else Phase.WAITING
 
 
 class ArchiveJudge(Judge):
@@ -271,13 +299,14 @@ class ArchiveJudge(Judge):
             first_number=self._verdict.first_number or self._find_first_number(writer),
             bytes_per_s=min(speeds, default=self._verdict.bytes_per_s),
         )
-        if self._verdict.refusal:
+        phase = self._verdict.phase
+        if phase is Phase.REFUSED:
             self._verdict = replace(self._verdict, upload=None, request_step=0, asks_step=False)
         elif self._verdict.upload:
             self._follow(self._verdict.upload, now)
         elif self._start_named(now):
             pass
-        elif self._verdict.request_step:
+        elif phase is Phase.REQUESTED:
             self._choose(now)
         elif self._is_due(now):
             self._request()
@@ -305,7 +334,7 @@ class ArchiveJudge(Judge):
 
     def _request(self) -> None:
         """Ask for the newest step; request one that no node has passed when it receives the verdict."""
-        if not self._verdict.asks_step:
+        if self._verdict.phase is Phase.WAITING:
             self._verdict = replace(self._verdict, query=self._verdict.query + 1, asks_step=True)
             return
         answers = [answer for answer in self._list_answers() if answer.step and answer.step_s > 0]
@@ -422,11 +451,11 @@ class ArchiveJudge(Judge):
         healthy = [node for node in holders if self._reports[node].failures < MAX_FAILURES] or holders
         owner = upload.owner if upload.owner in healthy else healthy[0]
         begun = self._reports[owner].begun
-        if not upload.attempt and begun and begun.turn == upload.turn:
+        if upload.phase is Phase.CHOSEN and begun and begun.turn == upload.turn:
             upload = replace(upload, number=begun.number, attempt=begun.attempt)
             self._progress_at = now
         shares = upload.shares
-        if upload.attempt:
+        if upload.phase is not Phase.CHOSEN:
             shares = share_parts(upload, healthy[:MAX_UPLOADERS])
         self._verdict = replace(self._verdict, upload=replace(upload, owner=owner, shares=shares))
 

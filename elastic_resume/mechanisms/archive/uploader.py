@@ -14,27 +14,26 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_resume import failpoints
-from elastic_resume.archive.archive import Archive, open_archive
-from elastic_resume.archive.entries import Attempt, merge_milestones
+from elastic_resume.archive.archive import open_archive
+from elastic_resume.archive.entries import Attempt
 from elastic_resume.background import BackgroundThread, lower_priority
-from elastic_resume.checkpoint.catalog import Catalog, choose_milestones
-from elastic_resume.checkpoint.reader import parse_checkpoint_name
-from elastic_resume.errors import ArchiveError, CheckpointError, MachineError, SecondWriterError
+from elastic_resume.errors import ArchiveError, CheckpointError, SecondWriterError
 from elastic_resume.events import Event
 from elastic_resume.mechanisms.archive import UPLOADS
 from elastic_resume.mechanisms.archive.description import ArchiveStatus
 from elastic_resume.mechanisms.archive.failures import ArchiveFailures
+from elastic_resume.mechanisms.archive.held_checkpoints import HeldCheckpoints
 from elastic_resume.mechanisms.archive.judge import (
     ArchivedVersion,
     ArchiveVerdict,
     Begun,
     EndFacts,
-    HeldCheckpoint,
     NodeReport,
+    Phase,
     Upload,
     decide_last_upload,
     iter_parts,
@@ -57,10 +56,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 RETRY_S = 60.0  # after a defect
 MAX_QUERY_S = 5.0
-MAX_KEPT = 2
-"""So many of the newest checkpoints stay open beside what is uploaded."""
-MAX_NAMED = 4
-"""And so many of the oldest milestones that are not archived."""
 RATE_WINDOW_S = 20.0
 
 
@@ -89,6 +84,15 @@ class StepRate:
             self.step_s = (now - began_at) / (step - began)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnShare:
+    """What this node has put for an attempt, and when it began, by CLOCK_MONOTONIC."""
+
+    attempt: str = ""
+    begun_at: float = 0.0
+    put: frozenset[int] = frozenset()
+
+
 class ArchiveUploader(AgentPart):
     """Uploads of one agent, from `start` to `close`."""
 
@@ -100,30 +104,22 @@ class ArchiveUploader(AgentPart):
         self._writer = ArchiveWriter(archive, settings["archive_keep"], context.emit)
         self._every: IntervalSetting = settings["archive_every"]
         self._committer = context.committer
+        self._held = HeldCheckpoints(self._node_dir, self._run_id)
         self._rate = StepRate(self._node_dir, context.local_world_size)
         self._last = LastUpload(context.emit, self._node_dir)
         self._thread = BackgroundThread("elastic-resume-archive", self._work, retry_s=RETRY_S)
         # Other threads write these, and the thread reads them.
         self._client: RendezvousClient | None = None
-        self._world: StartWorkers | None = None
-        self._committed: deque[Path] = deque(maxlen=MAX_KEPT)  # checkpoints that the thread opens
-        self._has_committed = False  # in this start
-        self._has_new_names = True  # on this node's disk, as far as is known; the thread looks
+        self._view: StartWorkers | None = None
         self._report_lock = threading.Lock()  # guards the body that was sent last
         self._sent_body = ""
         # Only the thread writes these, and opens and closes checkpoints. Others read immutable values.
         self._verdict, self._verdict_body = ArchiveVerdict(), ""
         self._archived_at = 0.0  # of `_verdict.archived`, on this machine's clock
-        self._held: dict[Version, PinnedCheckpoint] = {}
-        self._named: dict[Version, Path] = {}  # checkpoints whose milestones are not archived
-        self._damaged: set[Version] = set()  # not archived from this disk
-        self._reported: tuple[HeldCheckpoint, ...] = ()
         self._failures = ArchiveFailures(context.emit)
         self._begun: Begun | None = None
-        self._begun_at = 0.0
-        self._attempt, self._put = "", frozenset[int]()
+        self._share = OwnShare()
         self._done_turn = self._outdated_turn = 0
-        self._checked_turn = 0  # names were compared with the archive after this turn
         self._archived_events: ArchivedVersion | None = None  # `put_events` was called after it
 
     # ---- the agent's other threads --------------------------------------------------------------------
@@ -145,22 +141,18 @@ class ArchiveUploader(AgentPart):
     def start(self, client: RendezvousClient) -> None:
         """Take offers of checkpoints, beginning with the newest on the disk."""
         self._client = client
-        self._committed.extend(self._find_newest())
-        self._committer.checkpoint_readers.append(self._note_commit)
+        self._held.start()
+        self._committer.checkpoint_listeners.append(self._held.note_commit)
         self._thread.start()
 
-    def _note_commit(self, path: Path) -> None:
-        self._has_committed = True
-        self._committed.append(path)
-
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Keep the newest view: its first node archives the last checkpoint."""
-        self._world = world
+        self._view = view
 
     def observe(self, event: Event) -> None:
         """Note that a worker has named a checkpoint."""
         if event.get("event") == "milestone":
-            self._has_new_names = True
+            self._held.note_milestone()
 
     def begin_stop(self) -> None:
         """Note that this node has to end soon."""
@@ -188,7 +180,7 @@ class ArchiveUploader(AgentPart):
     def close(self) -> None:
         """Have the thread upload the job's last checkpoint if that is up to this node, and end."""
         if self._client is not None:
-            is_first = self._world is not None and self._world.rank == 0
+            is_first = self._view is not None and self._view.rank == 0
             self._last.wait(is_first=is_first, find_archived=self._find_archived, put_s=self._writer.put_s)
             self._thread.request_close()
 
@@ -197,13 +189,8 @@ class ArchiveUploader(AgentPart):
         known = (self._verdict.archived, self._writer.archived)
         return max((each.version for each in known if each), default=None)
 
-    def _find_newest(self) -> list[Path]:
-        with contextlib.suppress(MachineError):
-            return [entry.path for entry in Catalog(self._node_dir, self._run_id).list_valid()[:1]]
-        return []
-
     def _send_report(self) -> None:
-        verdict, writer = self._verdict, self._writer
+        verdict, writer, share = self._verdict, self._writer, self._share
         step, step_s = self._describe_step(verdict)
         report = NodeReport(
             nonce=writer.nonce,
@@ -214,14 +201,14 @@ class ArchiveUploader(AgentPart):
             step_s=step_s,
             commit_s=round(self._committer.last_commit_s, 3),
             bytes_per_s=round(writer.bytes_per_s),
-            held=self._reported,
+            held=self._held.offered,
             begun=self._begun,
             log_start=writer.log_start,
-            attempt=self._attempt,
-            put=to_ranges(self._put),
+            attempt=share.attempt,
+            put=to_ranges(share.put),
             archived=writer.archived,
             failures=self._failures.count if verdict.upload else 0,
-            checked_turn=self._checked_turn,
+            checked_turn=self._held.checked_turn,
             done_turn=self._done_turn,
             outdated_turn=self._outdated_turn,
             refusal=writer.refusal,
@@ -259,9 +246,9 @@ class ArchiveUploader(AgentPart):
                 self._last.finish()
             return None
         if not (self._failures.is_pausing or verdict.upload):
-            self._find_new_names(writer.archive)
+            self._find_new_names()
         self._committer.slot_pool.control_block.set("commit_step", verdict.request_step)
-        self._open_committed(verdict.upload)
+        self._held.open_committed(verdict.upload.version if verdict.upload else None)
         checkpoint = self._held.get(verdict.upload.version) if verdict.upload else None
         has_acted = False
         if verdict.upload and checkpoint and not self._failures.is_pausing:
@@ -302,9 +289,7 @@ class ArchiveUploader(AgentPart):
 
     def _give_up(self, upload: Upload, error: CheckpointError) -> None:
         """Offer a damaged checkpoint no more in this start. A node with a good copy goes on."""
-        self._held.pop(upload.version).close()
-        self._named.pop(upload.version, None)
-        self._damaged.add(upload.version)
+        self._held.give_up(upload.version)
         logger.warning(
             "this node uploads no part of step %d: %s A node with a good copy uploads it; "
             "elastic-resume verify --deep finds what is damaged.",
@@ -313,66 +298,21 @@ class ArchiveUploader(AgentPart):
         )
         self._emit("archive-damaged", step=upload.step, error=str(error)[:1000])
 
-    def _open_committed(self, upload: Upload | None) -> None:
-        """Open the checkpoints that were committed, and close those that are not needed any more."""
-        while self._committed:
-            path = self._committed.popleft()
-            with contextlib.suppress(CheckpointError):  # pruned meanwhile
-                opened = PinnedCheckpoint(path, self._run_id)
-                if replaced := self._held.pop(opened.held.version, None):
-                    replaced.close()
-                self._held[opened.held.version] = opened
-        named = sorted(self._named)[:MAX_NAMED]
-        for version in named:
-            if version not in self._held:
-                try:
-                    self._held[version] = PinnedCheckpoint(self._named[version], self._run_id)
-                except CheckpointError:  # another one of that name is better now
-                    del self._named[version]
-        kept = {*sorted(self._held)[-MAX_KEPT:], *named, upload.version if upload else (0, 0)}
-        for version in self._held.keys() - kept:
-            self._held.pop(version).close()
-        self._reported = tuple(
-            replace(self._held[version].held, is_named=version in self._named)
-            for version in sorted(self._held, reverse=True)
-        )
-
-    def _find_new_names(self, archive: Archive) -> None:
-        """Find this node's milestones that are not archived, after each upload and each new name."""
-        if not (self._named or self._has_new_names):
-            return
-        if self._checked_turn == self._verdict.turn and not self._has_new_names:
-            return
-        self._has_new_names = False
+    def _find_new_names(self) -> None:
         try:
-            self._named = self._list_named(archive)
+            has_asked = self._held.find_new_names(self._writer.archive, self._verdict.turn)
         except ArchiveError as error:
-            self._has_new_names = True
             self._failures.add(error)
         else:
-            self._failures.clear()
-            self._checked_turn = self._verdict.turn
-
-    def _list_named(self, archive: Archive) -> dict[Version, Path]:
-        """Return the good checkpoints of this node's disk whose milestones are not archived."""
-        with contextlib.suppress(MachineError):
-            labels = choose_milestones(Catalog(self._node_dir, self._run_id).list_valid())
-            archived = archive.list_milestones() if labels else {}
-            versions = {path: parse_checkpoint_name(path.name) or (0, 0) for path in labels}
-            return {
-                versions[path]: path
-                for path, own in labels.items()
-                if versions[path] not in self._damaged
-                and merge_milestones(archived.get(versions[path], ()), own) != archived.get(versions[path])
-            }
-        return {}
+            if has_asked:
+                self._failures.clear()
 
     def _advance(self, upload: Upload, checkpoint: PinnedCheckpoint) -> bool:
         """Begin the upload, put the next part of this node's share, or put the entry; or nothing."""
         writer = self._writer
         if upload.turn in {self._done_turn, self._outdated_turn}:
             return False
-        if not upload.attempt:
+        if upload.phase is Phase.CHOSEN:
             if upload.owner != self._node or (self._begun and self._begun.turn == upload.turn):
                 return False
             attempt = writer.begin(checkpoint)
@@ -382,20 +322,20 @@ class ArchiveUploader(AgentPart):
             else:
                 self._begun = Begun(upload.turn, attempt.number, attempt.id)
             return True
-        if upload.attempt != self._attempt:
-            self._attempt, self._put, self._begun_at = upload.attempt, frozenset(), time.monotonic()
-        known = self._put.union(iter_parts(upload.put))
+        if upload.attempt != self._share.attempt:
+            self._share = OwnShare(upload.attempt, time.monotonic())
+        known = self._share.put.union(iter_parts(upload.put))
         part = next((part for part in iter_parts(upload.share_of(self._node)) if part not in known), None)
         if part is not None:
             failpoints.hit("archive.put-part")
             writer.put_part(upload.attempt, checkpoint, part)
-            self._put |= {part}
+            self._share = replace(self._share, put=self._share.put | {part})
             failpoints.hit("archive.part-put")
             return True
-        if not upload.is_complete or upload.owner != self._node:
+        if upload.phase is not Phase.COMPLETE or upload.owner != self._node:
             return False
         attempt = Attempt(upload.number, upload.attempt, upload.version)
-        old = writer.commit(attempt, checkpoint, self._begun_at)
+        old = writer.commit(attempt, checkpoint, self._share.begun_at)
         self._send_report()
         writer.delete_old(old, upload.step)
         self._done_turn = upload.turn
@@ -405,7 +345,7 @@ class ArchiveUploader(AgentPart):
 
     def _upload_last(self) -> None:
         named, writer = self._list_last_named(), self._writer
-        for path in {**dict.fromkeys(named), **dict.fromkeys(self._find_newest())}:
+        for path in {**dict.fromkeys(named), **dict.fromkeys(self._held.find_newest())}:
             try:
                 checkpoint = PinnedCheckpoint(path, self._run_id)
             except CheckpointError:  # the committer has logged that nothing was saved
@@ -422,12 +362,12 @@ class ArchiveUploader(AgentPart):
 
     def _list_last_named(self) -> list[Path]:
         """Return the milestones that are not archived, oldest first, if that is up to this node."""
-        if not self._has_trained or self._world is None or self._world.rank != 0:
+        if not self._has_trained or self._view is None or self._view.rank != 0:
             return []
         if self._writer.refusal or self._verdict.refusal:
             return []
         try:
-            return [path for _, path in sorted(self._list_named(self._writer.archive).items())]
+            return [path for _, path in sorted(self._held.list_named(self._writer.archive).items())]
         except ArchiveError as error:
             logger.warning("milestones may be missing in the archive: %s", error)
             return []
@@ -436,17 +376,17 @@ class ArchiveUploader(AgentPart):
     def _has_trained(self) -> bool:
         """Whether this start has something to archive: one that failed at once has not."""
         end = self._client.job_end if self._client else None
-        return self._has_committed or (end is not None and isinstance(end.reason, JobFinished))
+        return self._held.has_committed or (end is not None and isinstance(end.reason, JobFinished))
 
     def _describe_end(self, last: PinnedCheckpoint, *, is_named: bool) -> EndFacts:
-        verdict, world, writer = self._verdict, self._world, self._writer
+        verdict, view, writer = self._verdict, self._view, self._writer
         end = self._client.job_end if self._client else None
         may_write = self._has_trained and not (writer.refusal or verdict.refusal)
         return EndFacts(
             newest=last.held.version if may_write else None,
             archived=None if is_named else self._find_archived(),
             is_rejected=end is not None and isinstance(end.reason, JudgedFailure),
-            rank=world.rank if world else 1,
+            rank=view.rank if view else 1,
             left_s=self._last.find_left_s(),
             file_bytes=last.manifest.file_bytes,
             bytes_per_s=writer.bytes_per_s or verdict.bytes_per_s,

@@ -113,8 +113,8 @@ def _describe_off_event(event: Event) -> str:
     return f"compute checks are off: {event.get('reason') or 'no reason recorded'}"
 
 
-def _sample(member: dict[str, Any]) -> tuple[str, float]:
-    return "wrong", member["wrong"]
+def _sample(member: dict[str, Any]) -> float:
+    return float(member["wrong"])
 
 
 ALERTS = (
@@ -125,6 +125,5 @@ STATUS = StatusMember("compute_check", ComputeCheckStatus, describe_status)
 GAUGE = Gauge(
     "compute_check_wrong",
     "How often a rank of the node computed wrong gradients since its agent started (--check-compute-every).",
-    "result",
     _sample,
 )

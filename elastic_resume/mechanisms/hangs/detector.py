@@ -70,13 +70,6 @@ MAX_ERROR_CHARS = 500
 MAX_LISTED_RANKS = 64  # limit of ranks in one event
 
 
-def make_threshold(timeout_s: float | None) -> HangThreshold | None:
-    """Return the threshold for ``--hang-timeout``; None if 0 turns the detector off."""
-    if timeout_s is None:
-        return HangThreshold()
-    return HangThreshold(timeout_s) if timeout_s > 0 else None
-
-
 class HangDetector(AgentPart):
     """Look for hung workers of one node from `start` to `close`."""
 
@@ -84,8 +77,7 @@ class HangDetector(AgentPart):
         self._node_dir = context.node_dir
         self._local_world_size = context.local_world_size
         self._emit, self._read_events = context.emit, context.read_evidence
-        hang_threshold = make_threshold(context.settings["hang_timeout"])
-        self._is_on, self._hang_threshold = hang_threshold is not None, hang_threshold or HangThreshold()
+        self._hang_threshold = HangThreshold(context.settings["hang_timeout"])
         self._generation = 0  # of this agent's newest workers
         self._idle_workers: judge.IdleWorkers | None = None
         self._disk = disk
@@ -102,12 +94,12 @@ class HangDetector(AgentPart):
     def start(self, client: RendezvousClient) -> None:
         """Start to look for hangs, unless this is turned off."""
         del client
-        if self._is_on:
+        if self._hang_threshold.configured_s != 0:
             self._thread.start()
 
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Judge the workers of this generation."""
-        self._generation = world.generation
+        self._generation = view.generation
 
     def begin_stop(self) -> None:
         """Judge no rank any more: workers are being stopped and may take their time."""

@@ -64,7 +64,10 @@ MIN_UNPROVEN_DELAY_S = 4.0
 
 @dataclass(frozen=True)
 class HangThreshold:
-    """The time that a rank may take. ``configured_s`` is the user's own limit; None means the rule above."""
+    """The time that a rank may take.
+
+    ``configured_s`` is the user's own limit; None means the rule above, and with 0 no rank is judged.
+    """
 
     configured_s: float | None = None
 

@@ -67,7 +67,7 @@ class SnapshotDigester(AgentPart):
         """Start the thread, and take offers."""
         self._client = client
         self._offers.start()
-        self._committer.snapshot_readers.append(self._offers.put)
+        self._committer.snapshot_listeners.append(self._offers.put)
 
     def close(self) -> None:
         """Stop the thread, and emit an event if the job has ended because replicas differ."""

@@ -41,8 +41,8 @@ def _describe_end(event: Event) -> str:
     return f"rank {event.get('rank')} was no longer slow at step {event.get('step')}"
 
 
-def _sample(member: dict[str, Any]) -> tuple[str, float]:
-    return str(member["rank"]), member["own_s"] / member["others_s"]
+def _sample(member: dict[str, Any]) -> float:
+    return float(member["own_s"] / member["others_s"])
 
 
 ALERTS = (
@@ -53,6 +53,6 @@ STATUS = StatusMember("slow_rank", SlowRankStatus, describe_slow_rank)
 GAUGE = Gauge(
     "slow_rank",
     "How many times as long a rank of the node takes as the others; no sample while none is slow.",
-    "rank",
     _sample,
+    label="rank",
 )

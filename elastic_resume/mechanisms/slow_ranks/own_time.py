@@ -92,7 +92,7 @@ class OwnTime(StepObserver):
         self._measure_us: Callable[[Any, Any], float | None] = CpuClock.measure_us
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: dict[int, RemovableHandle] = {}
-        self._first_parameter: Tensor | None = None  # whose gradient was the first
+        self._first_parameter: Tensor | None = None  # Its gradient was the first.
         self._points: list[Point] = []  # of the step that trains; empty after its end
         self._unread_samples: list[list[Point]] = []
         self._times_us: deque[float | None] = deque(maxlen=WINDOW_SAMPLES)

@@ -95,12 +95,12 @@ class StandbyWorkers(AgentPart):
         self._is_closing = True
         _kill(self._processes.values())
 
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Wait until torchelastic's launcher shims can find the standbys that start, or the view has ended.
 
         A launcher shim that finds none would start a second worker.
         """
-        del world
+        del view
         while not self._client.restart_requested and any(
             self._starts(rank) and not self._is_parked(rank) for rank in self._processes
         ):

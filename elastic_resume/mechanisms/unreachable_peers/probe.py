@@ -53,7 +53,7 @@ class PeerProbe(AgentPart):
         self._node_timeout_s = context.node_timeout_s
         self._read_evidence = context.read_evidence
         self._client: RendezvousClient | None = None
-        self._world: StartWorkers | None = None
+        self._view: StartWorkers | None = None
         self._unreachable: list[Incarnation] = []
         """The nodes that did not answer: members of this generation, or nodes that it leaves out."""
         self._dial_at = self._pause_s = 0.0
@@ -75,37 +75,37 @@ class PeerProbe(AgentPart):
 
     def list_unreachable_nodes(self) -> tuple[str, ...]:
         """Return the names of the members of this generation that did not answer, since it began here."""
-        members = {member.node for member in self._world.members} if self._world else set()
+        members = {member.node for member in self._view.members} if self._view else set()
         return tuple(member.node for member in self._unreachable if member.node in members)
 
-    def begin_generation(self, world: StartWorkers) -> None:
+    def begin_generation(self, view: StartWorkers) -> None:
         """Forget what was found about these members, and report the rest; the workers start now."""
-        members = {member.node for member in world.members}
+        members = {member.node for member in view.members}
         self._dial_at, self._pause_s = 0.0, self._node_timeout_s
-        self._world = world
+        self._view = view
         before = self._unreachable
         self._unreachable = [node for node in before if node.node not in members]
         if before:
-            self._report(world.generation, tuple(node.node for node in self._unreachable))
+            self._report(view.generation, tuple(node.node for node in self._unreachable))
 
     def handle_failure(self, failure: Failure) -> None:
         """Dial the other members if a worker has failed because it could not connect to one."""
         is_failed_connect = _FAILED_CONNECT_PATTERN.search(f"{failure.type} {failure.message}")
-        is_new = self._world and not self.list_unreachable_nodes() and not self._has_resumed()
-        if self._world and is_new and is_failed_connect:
-            self._dial(self._world, list_peers(self._world))
+        is_new = self._view and not self.list_unreachable_nodes() and not self._has_resumed()
+        if self._view and is_new and is_failed_connect:
+            self._dial(self._view, list_peers(self._view))
 
     def poll(self) -> float:
         """Look once; return the seconds until the next time."""
-        world, now, peers = self._world, time.monotonic(), []
-        is_due = world and now >= self._dial_at and not self.list_unreachable_nodes()
-        if world and is_due and (hosts := find_silent_hosts()):
+        view, now, peers = self._view, time.monotonic(), []
+        is_due = view and now >= self._dial_at and not self.list_unreachable_nodes()
+        if view and is_due and (hosts := find_silent_hosts()):
             self._dial_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
-            peers = list_peers(world)
+            peers = list_peers(view)
             if self._has_resumed():  # the silent host may be a file server, and a firewall between agents
                 peers = [peer for peer in peers if not hosts.isdisjoint(_resolve(peer))]
-        if world and (peers or self._unreachable):
-            self._dial(world, peers)
+        if view and (peers or self._unreachable):
+            self._dial(view, peers)
         return self._node_timeout_s / ATTEMPTS
 
     def _has_resumed(self) -> bool:
@@ -116,20 +116,20 @@ class PeerProbe(AgentPart):
         if self._client:
             self._client.send_fact(UNREACHABLE.name, generation, encode_body(UnreachablePeers(nodes)))
 
-    def _dial(self, world: StartWorkers, peers: Sequence[Incarnation]) -> None:
+    def _dial(self, view: StartWorkers, peers: Sequence[Incarnation]) -> None:
         """Dial these members, and the nodes that did not answer before."""
         before = self._unreachable
         unreachable = find_unreachable([*before, *peers], self._node_timeout_s)
-        if world is self._world and unreachable != before:
+        if view is self._view and unreachable != before:
             self._unreachable = unreachable
-            self._report(world.generation, tuple(member.node for member in unreachable))
+            self._report(view.generation, tuple(member.node for member in unreachable))
 
 
-def list_peers(world: StartWorkers) -> list[Incarnation]:
+def list_peers(view: StartWorkers) -> list[Incarnation]:
     """Return the other members, those of the nearest ranks first, at most `MAX_PEERS`."""
-    size = len(world.members)
+    size = len(view.members)
     distances = sorted(range(1, size), key=lambda distance: min(distance, size - distance))
-    return [world.members[(world.rank + distance) % size] for distance in distances[:MAX_PEERS]]
+    return [view.members[(view.rank + distance) % size] for distance in distances[:MAX_PEERS]]
 
 
 def find_unreachable(members: Sequence[Incarnation], timeout_s: float) -> list[Incarnation]:

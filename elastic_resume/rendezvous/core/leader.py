@@ -48,7 +48,8 @@ class Leader(Role):
     def __init__(self, state: NodeState, waiting_peers: dict[int, messages.Hello]) -> None:
         super().__init__(state)
         self.peers = PeerTable()
-        self.running_view: View | None = None
+        self.active_view: View | None = None
+        """The view that it has started and not ended. `state.running_view` is that of this node's workers."""
         self.new_leader_address = ""
         self.pending_welcomes: dict[int, tuple[messages.Hello, int]] = {}
         """Nodes that were welcomed on a connection and have not replied on it, and the newest view then."""
@@ -83,7 +84,7 @@ class Leader(Role):
     def make_announcement(self) -> messages.LeaderAnnouncement:
         """Return an announcement of this leader with its priority."""
         state, view = self.state, self.state.view
-        active = self.running_view.generation if self.running_view else 0
+        active = self.active_view.generation if self.active_view else 0
         rank = view.rank(state.incarnation)
         return messages.LeaderAnnouncement(
             state.incarnation,
@@ -96,7 +97,7 @@ class Leader(Role):
 
     def _send(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
-        state.send(peer.link, message, self.running_view.generation if self.running_view else 0)
+        state.send(peer.link, message, self.active_view.generation if self.active_view else 0)
 
     def _broadcast(self, message: messages.Message) -> None:
         for peer in self.peers:
@@ -147,7 +148,7 @@ class Leader(Role):
         elif status.workers not in {Workers.RUNNING, Workers.LEAVING} and self._runs_on(node):
             self.end_view(WorkersStopped(node.node))
         if status.join:
-            self.view_change.handle_join(node, self.running_view, is_new=is_new)
+            self.view_change.handle_join(node, self.active_view, is_new=is_new)
         self.view_change.reevaluate()
 
     def _refuse_other_script(self, peer: Peer) -> bool:
@@ -194,11 +195,11 @@ class Leader(Role):
         else:
             self._send_welcome(link, hello)
         newest = self.state.view.generation
-        if self.running_view and newest > self.running_view.generation:
+        if self.active_view and newest > self.active_view.generation:
             self.end_view(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(newest),)))
 
     def _check_hello(self, hello: messages.Hello) -> messages.Refused | None:
-        return self.admission.check_hello(hello, is_running=self.running_view is not None)
+        return self.admission.check_hello(hello, is_running=self.active_view is not None)
 
     def _send_welcome(self, link: Link, hello: messages.Hello) -> None:
         """Welcome a node; its first reply makes it a follower and proves that the link works both ways.
@@ -238,7 +239,7 @@ class Leader(Role):
             self._keep_or_end_workers(peer, hello.status)
         else:
             self._take_status(peer, hello.status)
-        if self.running_view is None and self.view_change.reported_reason:
+        if self.active_view is None and self.view_change.reported_reason:
             self._send(peer, messages.Waiting(self.view_change.reported_reason))
 
     def _add_peer(self, link: Link, hello: messages.Hello) -> Peer:
@@ -258,11 +259,11 @@ class Leader(Role):
     def _keep_or_end_workers(self, peer: Peer, status: WorkersStatus) -> None:
         """Let the workers of a follower run on if they are those of the running view; else end them."""
         former, peer.status = peer.status, status
-        if former == status and status.runs(self.running_view):
+        if former == status and status.runs(self.active_view):
             return
         reason = ViewEndOf(ViewEnd.ENDED_MEANWHILE, (str(status.generation),))
         self._send(peer, messages.EndView(status.generation, reason))
-        if former.runs(self.running_view):
+        if former.runs(self.active_view):
             self.end_view(WorkersStopped(peer.incarnation.node))
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
@@ -313,7 +314,7 @@ class Leader(Role):
         state.record_lost_member(peer.incarnation, lost)
         self.board.remove(peer.incarnation.node)
         self.view_change.handle_removed(peer.incarnation)
-        view = self.running_view
+        view = self.active_view
         if view is None or peer.incarnation not in view.members:
             return
         runs = state.running_view or any(follower.status.runs(view) for follower in self.peers)
@@ -322,8 +323,8 @@ class Leader(Role):
             self.end_view(lost)
 
     def _runs_on(self, node: Incarnation) -> bool:
-        """Return whether a node is a member of the running view."""
-        return self.running_view is not None and self.running_view.rank(node) is not None
+        """Return whether a node is a member of the active view."""
+        return self.active_view is not None and self.active_view.rank(node) is not None
 
     def has_finished_node(self) -> bool:
         """Return whether a node of the newest view has finished; then no other view is needed."""
@@ -332,15 +333,15 @@ class Leader(Role):
     # Acting.
 
     def end_view(self, reason: ViewEndReason, *, immediately: bool = False) -> None:
-        """End the running view; its members join again."""
-        view = self.running_view
+        """End the active view; its members join again."""
+        view = self.active_view
         if view is None:
             return
         message = messages.EndView(view.generation, reason)  # shared, so that it is encoded once
         for peer in self.peers:
             if peer.status.runs(view) and peer.disconnected_at is None:
                 self._send(peer, message)
-        self.running_view = None
+        self.active_view = None
         self.board.end_view()
         self.state.stop_workers(reason, immediately=immediately)
         self.view_change.began_at = self.state.now
@@ -356,14 +357,14 @@ class Leader(Role):
         if self.new_leader_address:
             self._step_down(ViewEndOf(ViewEnd.OTHER_LEADS, (self.new_leader_address,)))
             return
-        if self.running_view is None and state.is_disk_stalled:
+        if self.active_view is None and state.is_disk_stalled:
             self._step_down(ViewEnd.DISK_STUCK)
             return
         if self._lacks_quorum():
             state.terms_without_quorum += 1
             self._step_down(ViewEnd.NO_QUORUM if state.status.can_vote else ViewEnd.WORKERS_STUCK)
             return
-        if self.running_view:
+        if self.active_view:
             if state.running_view is None:  # a spare may wait for as long as a view runs without it
                 state.join_since = state.now
             elif state.now >= state.lease_until:
@@ -381,13 +382,13 @@ class Leader(Role):
         self.discovery.advance()
         if self.view_change.end is None and (state.job_failure or self._is_job_finished()):
             self._begin_end()
-        if self.running_view is None:
+        if self.active_view is None:
             if self._is_view_change_due():
                 self._advance_view_change()
             self._broadcast_wait_reason()
         elif state.now >= self.view_change.scale_up_at:
             self.view_change.scale_up_at = float("inf")
-            if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.running_view):
+            if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.active_view):
                 state.backoff.note_newcomers(state.now)
                 self.end_view(ViewEnd.NEWCOMERS)
 
@@ -404,7 +405,7 @@ class Leader(Role):
             if verdict.view_end:
                 self.end_view(verdict.view_end)
         if self.view_change.apart != self.board.apart:
-            self.view_change.keep_apart(self.board.apart, self.running_view)
+            self.view_change.keep_apart(self.board.apart, self.active_view)
         if state.verdicts is not self.board.verdicts:
             state.verdicts = self.board.verdicts
             self.heartbeat = messages.Heartbeat(tuple(state.verdicts.values()))
@@ -412,12 +413,12 @@ class Leader(Role):
     def _lacks_quorum(self) -> bool:
         """Return whether others should lead: nodes that this one cannot reach may follow them."""
         since = self.view_change.blocked_since
-        if self.running_view or since is None or not self.peers.by_incarnation:
+        if self.active_view or since is None or not self.peers.by_incarnation:
             return False
         return self.state.now >= since + MAX_NODE_TIMEOUTS_WITHOUT_QUORUM * self.state.settings.node_timeout_s
 
     def _broadcast_wait_reason(self) -> None:
-        reason = self.view_change.take_wait_reason() if self.running_view is None else None
+        reason = self.view_change.take_wait_reason() if self.active_view is None else None
         if reason:
             self.state.emit_event("waiting", reason)
             self._broadcast(messages.Waiting(reason))
@@ -522,7 +523,7 @@ class Leader(Role):
             self._broadcast(messages.Decided(view))
             self.view_change.reevaluate()
             return
-        self.running_view, state.started_generation = view, view.generation
+        self.active_view, state.started_generation = view, view.generation
         state.backoff.note_start(state.now, start.newest_step)
         self.view_change.scale_up_at = float("inf")
         self.board.start_view(view.generation, tuple(member.node for member in view.members))
@@ -631,7 +632,7 @@ class Leader(Role):
         deadlines = [self.next_scan_at, self.discovery.next_deadline()]
         if self.peers.disconnected:
             deadlines.append(self.next_probe_at)
-        if self.running_view:
+        if self.active_view:
             deadlines.append(self.view_change.scale_up_at)
         else:
             deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]

@@ -256,7 +256,7 @@ class LeaveNotice:
 class LeaderAnnouncement:
     """Announce a leader. Of two leaders, the one with the lower `priority` steps down.
 
-    `active_generation` is that of its running view (0: none), `known_generation` the newest view that it
+    `active_generation` is that of its active view (0: none), `known_generation` the newest view that it
     knows to be decided, `votes` how many of its voters follow the leader.
     """
 

@@ -26,6 +26,7 @@ from typing import Protocol, cast
 from elastic_resume import failpoints
 from elastic_resume.rendezvous.endpoint import ResolveFunction, parse_address, resolve_name
 from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net.view_delta import NO_BASE, Base
 from elastic_resume.units import format_address
 
 # A peer's kernel closed the connection. Other errors (no route, time-out) say nothing about the peer.
@@ -83,9 +84,16 @@ class Connection(asyncio.BufferedProtocol):
         handshake: protocol.Handshake,
         handshake_timeout_s: float,
         conn_id: int = 0,
+        base: Base = NO_BASE,
     ) -> None:
-        """Start the handshake's timer; ``conn_id`` is given for a connection that this side dials."""
+        """Start the handshake's timer; ``conn_id`` is given for a connection that this side dials.
+
+        ``base`` is the newest view of this side, whose digest is in the handshake.
+        """
         self.conn_id = conn_id
+        self.sent_base = self.received_base = NO_BASE
+        """Views that both sides have (`view_delta`): of the lines from here, and of those to here."""
+        self._own_base = base
         self.status_only = False
         """The peer is a status client."""
         self.has_greeted = False
@@ -112,10 +120,15 @@ class Connection(asyncio.BufferedProtocol):
 
     # ---- called by the handler -----------------------------------------------------------------------
 
-    def send(self, line: bytes) -> None:
-        """Queue a signed line if the handshake is over; never block."""
+    def send(self, head: bytes, body: protocol.Body) -> None:
+        """Queue the signed line of a message if the handshake is over; never block."""
         if self._signer is not None:
-            self.write(failpoints.mutate("rendezvous.line", self._signer.sign(line)))
+            self.write(failpoints.mutate("rendezvous.line", self._signer.sign_message(head, body)))
+
+    def send_line(self, line: bytes) -> None:
+        """Queue a signed line that is no message, as `send`."""
+        if self._signer is not None:
+            self.write(self._signer.sign(line))
 
     def write(self, line: bytes | bytearray) -> None:
         """Queue a line unchanged; never block."""
@@ -217,6 +230,8 @@ class Connection(asyncio.BufferedProtocol):
             self._handshake_timer.cancel()
             self.status_only = result.status_only
             self._signer, self._verifier = result.signer, result.verifier
+            if result.peer_view == self._own_base.digest:
+                self.sent_base = self.received_base = self._own_base
             if not self.status_only:
                 self._line_reader.max_line_bytes = protocol.MAX_LINE_BYTES
             self._handler.on_authenticated(self)

@@ -6,36 +6,40 @@ machine never sees the line.
 
 The handshake precedes all messages (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 8, "run": RUN, "nonce": A, "status_only": false}
-    acceptor  {"elastic_resume": 8, "nonce": B}
-    dialler   {"proof": HMAC(token, "dialler" RUN A B)}
-    acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
+    dialler   {"elastic_resume": 15, "run": RUN, "nonce": A, "status_only": false}
+    acceptor  {"elastic_resume": 15, "nonce": B}
+    dialler   {"proof": HMAC(token, "dialler" RUN A B V), "view": V}
+    acceptor  {"proof": HMAC(token, "acceptor" RUN A B W), "view": W}
 
 - The dialler proves first. An unauthenticated dialler receives nothing derived from the token. An
   eavesdropper or a fake acceptor does, so a token has 16 bytes or more.
 - Both nonces are in each proof, so a recorded handshake proves nothing later. "dialler" and "acceptor" keep a
   proof from being reflected. The run's name keeps two jobs apart.
+- V and W are digests of the newest views of both sides: see `view_delta`.
 - A wrong proof is answered with an empty one, so that the dialler can report the reason too.
 - A dialler with ``status_only`` reads one status line. It uses `derive_status_key` in place of the token, and
   that key permits nothing else.
 
 After the handshake each line is signed, not encrypted. It ends with HMAC-SHA256, cut to 16 bytes, of the line
-and the number of lines before it (`LineAuthenticator`). Each direction has its own key, HMAC(token, "dialler
-sends" RUN A B) or "acceptor sends". An attacker who can write into the connection can end it, but cannot
-forge, change, repeat, reorder or omit a line unnoticed. A damaged packet is noticed too: TCP's checksum
-passes 1 in 65,536. Without a user's token the keys are derived from the run's name. That detects corruption
-and misdirected peers, but an attacker who knows the name can forge lines.
+and the number of lines before it (`LineAuthenticator`). In place of a long line it signs the line's header
+and the SHA-256 of the rest, which a leader computes once for thousands of receivers. Each direction has its
+own key, HMAC(token, "dialler sends" RUN A B) or "acceptor sends". An attacker who can write into the
+connection can end it, but cannot forge, change, repeat, reorder or omit a line unnoticed. A damaged packet is
+noticed too: TCP's checksum passes 1 in 65,536. Without a user's token the keys are derived from the run's
+name. That detects corruption and misdirected peers, but an attacker who knows the name can forge lines.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
 import os
 import stat
 import typing
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,14 +47,18 @@ from elastic_resume.constants import ENV_TOKEN
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.messages import Header, Message
+from elastic_resume.rendezvous.net import view_delta
 from elastic_resume.rendezvous.net.codec import ProtocolError as ProtocolError  # noqa: PLC0414 - re-exported
 from elastic_resume.rendezvous.net.codec import decode_int, dump_json, from_json_value, to_json_value
+from elastic_resume.rendezvous.net.view_delta import NO_BASE, Base
 
-VERSION = 14
+VERSION = 15
 DIGEST_HEX_CHARS = 32
 MAX_GREETING_BYTES = 4096  # limit of a line from an unauthenticated peer
 MAX_LINE_BYTES = 8 * 1024 * 1024  # enough for the quorum state of views with 10,000 members
 NONCE_HEX_CHARS = 64
+LONG_LINE_BYTES = 4096  # of a longer line the digest of its body is signed
+_IS_LONG = 1 << 63  # added to the number of a long line, so that no short line has the same digest
 
 # ---- lines -------------------------------------------------------------------------------------------
 
@@ -90,6 +98,18 @@ class LineReader:
 # ---- handshake ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Body:
+    """The part of a message's line that is the same for every receiver."""
+
+    text: bytes
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """The SHA-256 of the text."""
+        return hashlib.sha256(self.text).digest()
+
+
 class LineAuthenticator:
     """Signs or verifies the lines of one direction of a connection, in order."""
 
@@ -99,9 +119,12 @@ class LineAuthenticator:
         self._count = 0
 
     def sign(self, line: bytes) -> bytes:
-        """Return the line with its digest, as it is sent."""
-        signed = line[:-1]
-        return b"%b%b\n" % (signed, self._compute_digest(signed))
+        """Return a line with its digest, as it is sent."""
+        return self.sign_message(*_split(line[:-1]))
+
+    def sign_message(self, head: bytes, body: Body) -> bytes:
+        """Return the line of a message with its digest; ``head`` is from `encode_head`."""
+        return b"%b%b%b\n" % (head, body.text, self._compute_digest(head, body))
 
     def verify(self, line: bytes) -> bytes:
         """Return what was signed; neither text has the end of the line.
@@ -111,30 +134,40 @@ class LineAuthenticator:
 
         """
         signed = line[:-DIGEST_HEX_CHARS]
-        if not hmac.compare_digest(line[-DIGEST_HEX_CHARS:], self._compute_digest(signed)):
+        if not hmac.compare_digest(line[-DIGEST_HEX_CHARS:], self._compute_digest(*_split(signed))):
             raise ProtocolError(
                 "wrong digest: the line was damaged, or lines were lost or reordered; closing the connection"
             )
         return signed
 
-    def _compute_digest(self, line: bytes) -> bytes:
+    def _compute_digest(self, head: bytes, body: Body) -> bytes:
+        is_long = len(head) + len(body.text) > LONG_LINE_BYTES
         mac = self._mac.copy()
-        mac.update(self._count.to_bytes(8, "big"))
-        mac.update(line)
+        mac.update((self._count + _IS_LONG * is_long).to_bytes(8, "big"))
+        mac.update(head)
+        mac.update(body.digest if is_long else body.text)
         self._count += 1
         return mac.hexdigest()[:DIGEST_HEX_CHARS].encode()
+
+
+def _split(line: bytes) -> tuple[bytes, Body]:
+    """Return a line without its end as head and body. Only for a long line it matters where they meet."""
+    end = line.find(_HEAD_END) + len(_HEAD_END) if len(line) > LONG_LINE_BYTES else 0
+    return line[:end], Body(line[end:])
 
 
 class HandshakeResult(NamedTuple):
     """The end of a handshake; ``final_line`` must still be sent.
 
-    ``signer`` is for the lines of this side, ``verifier`` for those of the peer.
+    ``signer`` is for the lines of this side, ``verifier`` for those of the peer. ``peer_view`` is the digest
+    of the peer's newest view, or empty.
     """
 
     final_line: bytes
     status_only: bool
     signer: LineAuthenticator
     verifier: LineAuthenticator
+    peer_view: str
 
 
 Handshake = Generator[bytes, bytes, HandshakeResult]
@@ -147,7 +180,7 @@ It raises `ProtocolError` if the peer does not belong to this job.
 class AuthenticationError(ProtocolError):
     """The dialler does not hold the token; ``rejection_line`` tells it the reason."""
 
-    rejection_line = b'{"proof":""}\n'
+    rejection_line = b'{"proof":"","view":""}\n'
 
 
 def derive_status_key(token: bytes) -> bytes:
@@ -155,33 +188,38 @@ def derive_status_key(token: bytes) -> bytes:
     return hmac.new(token, b"elastic_resume looks", hashlib.sha256).digest()
 
 
-def dial(token: bytes, run_id: str, nonce: str, *, status_only: bool = False) -> Handshake:
+def derive_worker_key(token: bytes) -> bytes:
+    """Return the key by which workers of one job prove to each other what they send."""
+    return hmac.new(token, b"elastic_resume workers", hashlib.sha256).digest()
+
+
+def dial(token: bytes, run_id: str, nonce: str, *, status_only: bool = False, view: str = "") -> Handshake:
     """Run the dialler's side; ``nonce`` is 32 fresh random bytes in hexadecimal.
 
-    With ``status_only`` the token is the key of `derive_status_key`.
+    With ``status_only`` the token is the key of `derive_status_key`. ``view`` is the digest of this side's
+    newest view.
     """
     line = yield encode_greeting(run_id, nonce, status_only=status_only)
     theirs = parse_challenge(line)
-    line = yield encode_proof(token, "dialler", run_id, (nonce, theirs))
-    verify_proof(line, token, "acceptor", run_id, (nonce, theirs))
+    line = yield encode_proof(token, "dialler", run_id, (nonce, theirs), view)
+    peer_view = verify_proof(line, token, "acceptor", run_id, (nonce, theirs))
     signer, verifier = _make_authenticators(token, run_id, (nonce, theirs))
-    return HandshakeResult(b"", status_only, signer, verifier)
+    return HandshakeResult(b"", status_only, signer, verifier, peer_view)
 
 
-def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
-    """Run the acceptor's side; ``nonce`` is 32 fresh random bytes in hexadecimal."""
+def accept(token: bytes, run_id: str, nonce: str, *, view: str = "") -> Handshake:
+    """Run the acceptor's side; the arguments are as in `dial`. A status client learns of no view."""
     line = yield b""
     theirs, status_only = parse_greeting(line, run_id)
     key = derive_status_key(token) if status_only else token
     line = yield encode_challenge(nonce)
     try:
-        verify_proof(line, key, "dialler", run_id, (theirs, nonce))
+        peer_view = verify_proof(line, key, "dialler", run_id, (theirs, nonce))
     except ProtocolError as error:
         raise AuthenticationError(str(error)) from error
     verifier, signer = _make_authenticators(key, run_id, (theirs, nonce))
-    return HandshakeResult(
-        encode_proof(key, "acceptor", run_id, (theirs, nonce)), status_only, signer, verifier
-    )
+    final_line = encode_proof(key, "acceptor", run_id, (theirs, nonce), "" if status_only else view)
+    return HandshakeResult(final_line, status_only, signer, verifier, peer_view)
 
 
 def encode_greeting(run_id: str, nonce: str, *, status_only: bool = False) -> bytes:
@@ -221,23 +259,29 @@ def parse_challenge(line: bytes) -> str:
     return _parse_nonce(_parse_object(line, {"elastic_resume", "nonce"})["nonce"])
 
 
-def encode_proof(token: bytes, role: str, run_id: str, nonces: tuple[str, str]) -> bytes:
+def encode_proof(token: bytes, role: str, run_id: str, nonces: tuple[str, str], view: str = "") -> bytes:
     """Return the proof of a role, "dialler" or "acceptor"; ``nonces`` are in that order."""
-    return _encode_json_line({"proof": _compute_mac(token, role, run_id, nonces).hex()})
+    return _encode_json_line(
+        {"proof": _compute_mac(token, role, run_id, (*nonces, view)).hex(), "view": view}
+    )
 
 
-def verify_proof(line: bytes, token: bytes, role: str, run_id: str, nonces: tuple[str, str]) -> None:
-    """Verify a line of `encode_proof`.
+def verify_proof(line: bytes, token: bytes, role: str, run_id: str, nonces: tuple[str, str]) -> str:
+    """Verify a line of `encode_proof`; return the view in it.
 
     Raises:
         ProtocolError: the peer does not hold the token.
 
     """
-    proof = _parse_object(line, {"proof"})["proof"]
-    expected = _compute_mac(token, role, run_id, nonces).hex()
+    fields = _parse_object(line, {"proof", "view"})
+    proof, view = fields["proof"], fields["view"]
+    if not isinstance(view, str):
+        raise ProtocolError("the digest of its view is not a text")
+    expected = _compute_mac(token, role, run_id, (*nonces, view)).hex()
     # compare_digest raises for text that is not ASCII.
     if not isinstance(proof, str) or not proof.isascii() or not hmac.compare_digest(proof, expected):
         raise ProtocolError("it does not hold the run's token (the token file, or ELASTIC_RESUME_TOKEN)")
+    return view
 
 
 def _make_authenticators(
@@ -250,8 +294,8 @@ def _make_authenticators(
     return LineAuthenticator(dialler), LineAuthenticator(acceptor)
 
 
-def _compute_mac(token: bytes, label: str, run_id: str, nonces: tuple[str, str]) -> bytes:
-    text = json.dumps([label, run_id, *nonces]).encode()
+def _compute_mac(token: bytes, label: str, run_id: str, texts: tuple[str, ...]) -> bytes:
+    text = json.dumps([label, run_id, *texts]).encode()
     return hmac.digest(token, text, "sha256")
 
 
@@ -268,27 +312,28 @@ def _parse_nonce(value: Any) -> str:
 # ---- messages ----------------------------------------------------------------------------------------
 
 
-def encode_body(message: Message) -> bytes:
-    """Return the part of a message's line that is the same for every receiver."""
+def encode_body(message: Message, base: Base = NO_BASE) -> Body:
+    """Return the part of a message's line that is the same for every receiver with the same base."""
     if message == _EMPTY_HEARTBEAT:
-        return _EMPTY_HEARTBEAT_JSON
-    return dump_json({"type": type(message).__name__, "body": to_json_value(message)})[1:]
+        return _EMPTY_HEARTBEAT_BODY
+    text = dump_json({"type": type(message).__name__, "body": to_json_value(message)})[1:]
+    view = view_delta.find_view(message)
+    return Body(text if view is None else view_delta.shorten(text, view, base))
 
 
-def encode_line(header: Header, body: bytes) -> bytes:
-    """Return a whole line: a header, which each connection has its own of, and a body."""
+def encode_head(header: Header) -> bytes:
+    """Return the beginning of a message's line, which each connection has its own of."""
     # Format by hand, because json takes too long for each heartbeat of a leader.
-    head = f'{{"header":[{header.seq},{header.ack},{header.generation}],'
-    return head.encode() + body + b"\n"
+    return f'{{"header":[{header.seq},{header.ack},{header.generation}'.encode() + _HEAD_END
 
 
 def encode(header: Header, message: Message) -> bytes:
     """Return the line of one message."""
-    return encode_line(header, encode_body(message))
+    return encode_head(header) + encode_body(message).text + b"\n"
 
 
-def decode(line: bytes) -> tuple[Header, Message]:
-    """Parse one message.
+def decode(line: bytes, base: Base = NO_BASE) -> tuple[Header, Message]:
+    """Parse one message; ``base`` is that of its direction.
 
     Raises:
         ProtocolError: the line is not a message.
@@ -297,20 +342,39 @@ def decode(line: bytes) -> tuple[Header, Message]:
     if line.endswith(b"," + _EMPTY_HEARTBEAT_JSON):  # the fast path of nearly every line
         fields = _parse_object(line[: -len(_EMPTY_HEARTBEAT_JSON) - 1] + b"}", {"header"})
         return _parse_header(fields["header"]), _EMPTY_HEARTBEAT
-    fields = _parse_object(line, {"header", "type", "body"})
+    fields = _parse_object(line, {"header", "type", "body"}, functools.partial(view_delta.restore, base=base))
     kind = _MESSAGE_TYPES.get(fields["type"]) if isinstance(fields["type"], str) else None
     if kind is None:
         raise ProtocolError(f"there is no message {str(fields['type'])[:64]!r}")
     return _parse_header(fields["header"]), from_json_value(kind, fields["body"])
 
 
+class BodyEncoder:
+    """Encodes messages, each once for all receivers that have the same base."""
+
+    def __init__(self) -> None:
+        self._message: Message | None = None
+        self._bodies: dict[str, Body] = {}
+
+    def encode(self, message: Message, base: Base) -> Body:
+        """Return the body of a message for a direction with that base."""
+        if self._message is not message:
+            self._message, self._bodies = message, {}
+        body = self._bodies.get(base.digest)
+        if body is None:
+            body = self._bodies[base.digest] = encode_body(message, base)
+        return body
+
+
 def _encode_json_line(value: Any) -> bytes:
     return dump_json(value) + b"\n"
 
 
-def _parse_object(line: bytes, keys: set[str]) -> dict[str, Any]:
+def _parse_object(
+    line: bytes, keys: set[str], restore: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, Any]:
     try:
-        fields = json.loads(line.decode())
+        fields = json.loads(line.decode(), object_hook=restore)
     except (ValueError, RecursionError) as error:
         raise ProtocolError("a line that is not JSON") from error
     if isinstance(fields, dict) and "elastic_resume" in keys & fields.keys():
@@ -332,7 +396,9 @@ def _parse_header(value: Any) -> Header:
 
 
 _EMPTY_HEARTBEAT_JSON = b'"type":"Heartbeat","body":[[]]}'
+_EMPTY_HEARTBEAT_BODY = Body(_EMPTY_HEARTBEAT_JSON)
 _EMPTY_HEARTBEAT = messages.Heartbeat()
+_HEAD_END = b"],"
 _MESSAGE_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_args(messages.Message)}
 
 

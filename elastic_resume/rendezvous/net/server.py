@@ -42,11 +42,11 @@ from elastic_resume.rendezvous.core.interface import (
     Send,
     Tick,
 )
-from elastic_resume.rendezvous.core.messages import Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import LISTEN_BACKLOG, ResolveFunction, resolve_name
-from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net import protocol, view_delta
+from elastic_resume.rendezvous.net.codec import pack_view
 from elastic_resume.rendezvous.net.connection import (
     DEFAULT_LIMITS,
     Connection,
@@ -58,6 +58,7 @@ from elastic_resume.rendezvous.net.connection import (
 )
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus, StatusServer, build_status
+from elastic_resume.rendezvous.net.view_delta import Base
 
 DISK_RETRY_S = 1.0
 """Between two attempts to write the state file."""
@@ -131,7 +132,7 @@ class RendezvousServer:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = math.inf
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._last_body: tuple[Message, bytes] | None = None
+        self._encoder = protocol.BodyEncoder()
         self._server: asyncio.Server | None = None
         self._closing = False
         self._disk_thread = ThreadPoolExecutor(1, "elastic-resume-state-file")
@@ -272,10 +273,9 @@ class RendezvousServer:
         connection = self._connections.get(effect.conn_id)
         if connection is None:
             return
-        if self._last_body is None or self._last_body[0] is not effect.message:
-            # A message to a thousand members is encoded once.
-            self._last_body = (effect.message, protocol.encode_body(effect.message))
-        connection.send(protocol.encode_line(effect.header, self._last_body[1]))
+        body = self._encoder.encode(effect.message, connection.sent_base)
+        connection.sent_base = view_delta.next_base(effect.message, connection.sent_base)
+        connection.send(protocol.encode_head(effect.header), body)
         if connection.queued_bytes > self._limits.max_queued_bytes:
             # Handle it later, because the remaining effects of this event come first.
             self._loop.call_soon(self._drop_slow_reader, connection)
@@ -290,12 +290,18 @@ class RendezvousServer:
             self._release(connection)
 
     def _make_acceptor(self) -> Connection:
-        handshake = protocol.accept(self._token, self._run_id, secrets.token_hex(32))
-        return Connection(self, handshake, self._limits.handshake_timeout_s)
+        base = self._find_base()
+        handshake = protocol.accept(self._token, self._run_id, secrets.token_hex(32), view=base.digest)
+        return Connection(self, handshake, self._limits.handshake_timeout_s, base=base)
 
     def _make_dialler(self, conn_id: int) -> Connection:
-        handshake = protocol.dial(self._token, self._run_id, secrets.token_hex(32))
-        return Connection(self, handshake, self._limits.handshake_timeout_s, conn_id)
+        base = self._find_base()
+        handshake = protocol.dial(self._token, self._run_id, secrets.token_hex(32), view=base.digest)
+        return Connection(self, handshake, self._limits.handshake_timeout_s, conn_id, base)
+
+    def _find_base(self) -> Base:
+        """Return the newest view that this node knows to be decided."""
+        return view_delta.make_base(pack_view(self._core.state.view))
 
     async def _dial(self, connection: Connection, address: str, known_ip: str) -> None:
         try:
@@ -340,7 +346,8 @@ class RendezvousServer:
         """Pass a message to the state machine."""
         if connection.status_only:
             raise protocol.ProtocolError("a status client sent a message")
-        header, message = protocol.decode(line)
+        header, message = protocol.decode(line, connection.received_base)
+        connection.received_base = view_delta.next_base(message, connection.received_base)
         self.handle_event(MessageReceived(connection.conn_id, header, message))
 
     def on_ended(self, connection: Connection, reason: str) -> None:

@@ -63,20 +63,20 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
     """Return the status of an agent without changing it."""
     state, role = node.state, node.role
     if isinstance(role, Leader):
-        members = role.running_view.members if role.running_view else ()
+        members = role.active_view.members if role.active_view else ()
         statuses = role.view_change.list_statuses()
         present = set(statuses)
-        absent = () if role.running_view else set(state.view.members) - present
+        absent = () if role.active_view else set(state.view.members) - present
         return RendezvousStatus(
             state.incarnation,
             is_leader=True,
             leader=state.incarnation,
-            view=role.running_view,
+            view=role.active_view,
             generation=state.view.generation,
             others=tuple(sorted(present - set(members), key=lambda other: other.node)),
             preparing=tuple(sorted(node.node for node, status in statuses.items() if status.is_preparing)),
             missing=tuple(sorted(member.node for member in absent)),
-            waiting_reason="" if role.running_view else _describe(role.explain_wait()),
+            waiting_reason="" if role.active_view else _describe(role.explain_wait()),
             end_reason=_describe(node.end_reason),
         )
     return RendezvousStatus(
@@ -144,7 +144,7 @@ class StatusServer:
             )
         except Exception as error:  # noqa: BLE001  a defect here must cost this reply only
             line = json.dumps({"error": f"an internal error of elastic_resume: {error!r:.500}"}).encode()
-        connection.send(line + b"\n")
+        connection.send_line(line + b"\n")
         connection.close()
 
 

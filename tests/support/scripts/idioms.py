@@ -2,16 +2,13 @@
 
 Gradual unfreezing with an added group, a wrapper that shares the groups of its optimizer, a queue that the
 first batch makes, augmentation in loader workers, a loader of each rank's own, a warm-up by the loop's index,
-an average of the weights, early stopping. KILL is ``STEP:RANK``: that rank kills itself in the first start.
-FAIL_EXPORT=1: what follows the training fails once.
+an average of the weights, early stopping. KILLS: see job_log.py. FAIL_EXPORT=1: what follows the training
+fails once.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import elastic_resume as er
+from tests.support.scripts.job_log import kill_as_planned, write_end
 
-KILL = os.environ.get("KILL", "")
 BASE_RATE, WARM_UP = 0.02, 8
 
 
@@ -106,26 +103,6 @@ class OwnLoader:
         self._position = state["position"]
 
 
-def kill_here(run: Any) -> None:
-    """End this rank if it is to be killed after the step that has ended."""
-    if KILL and run.generation == 1 and run.position.step == int(KILL.split(":")[0]):
-        dist.barrier()  # every node has the snapshot of this step
-        if run.rank == int(KILL.split(":")[1]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def write_end(directory: Path, run: Any, parts: list[Any]) -> None:
-    """Write the step, and a digest of all that training has computed on this rank."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(repr(part).encode())
-        for tensor in part.values() if isinstance(part, dict) else ():
-            if isinstance(tensor, Tensor):
-                digest.update(tensor.detach().numpy().tobytes())
-    end = {"digest": digest.hexdigest(), "step": run.position.step}
-    (directory / f"end-{run.rank}.json").write_text(json.dumps(end))
-
-
 def main() -> None:
     """Train."""
     directory = Path(sys.argv[1])
@@ -152,7 +129,7 @@ def main() -> None:
                 inner.param_groups[1].update(inner.defaults | inner.param_groups[1])
             model = DistributedDataParallel(network)  # DDP must see the new gradients
         for index, (inputs, targets) in epochs.enumerate(loader):
-            kill_here(run)
+            kill_as_planned(run, run.position.step)
             for group in optimizer.param_groups:
                 group["lr"] = BASE_RATE * min(1.0, (epoch * len(loader) + index + 1) / WARM_UP)
             loss = mse_loss(model(inputs), targets) * (1 + own.draw() / 100)
@@ -165,8 +142,8 @@ def main() -> None:
             break
     if os.environ.get("FAIL_EXPORT") and run.generation < 3:
         raise SystemExit("the export failed")
-    states = [network.state_dict(), optimizer.state_dict(), inner.state_dict(), average.state_dict()]
-    write_end(directory, run, [*states, own.state_dict()])
+    assert run.position.step == 32
+    write_end(directory, run, network=network, optimizer=optimizer, inner=inner, average=average, own=own)
 
 
 if __name__ == "__main__":

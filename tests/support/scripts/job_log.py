@@ -1,8 +1,10 @@
-"""What the scripts of library_job.py share: arguments, the log of one process, kills at places, and pauses.
+"""What training scripts share: arguments, the log of one process, kills at places, and pauses.
 
 ``--kill PLACE@STEP:RANK[:node]`` kills that rank, or its node, when it first comes to that place at that
 step. ``--pause STEP`` waits there until the log's directory has a file ``go-STEP``; a rank that is asked to
 end meanwhile makes a file ``asked``.
+
+KILLS is ``GENERATION:STEP:RANK,…``: that rank kills itself when it has finished that step.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -93,6 +96,21 @@ class Points(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.labels[index]
+
+
+def kill_as_planned(run: Any, step: int) -> None:
+    """Kill this process if KILLS has it after this step."""
+    plan = [tuple(map(int, kill.split(":"))) for kill in os.environ.get("KILLS", "").split(",") if kill]
+    ranks = [rank for *moment, rank in plan if moment == [run.generation, step]]
+    if ranks:
+        dist.barrier()  # every node has the snapshot of this step
+    if run.rank in ranks:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_end(directory: Path, run: Any, **objects: Any) -> None:
+    """Write a digest of objects as the end of this rank."""
+    (directory / f"end-{run.rank}.json").write_text(json.dumps(digest(objects)))
 
 
 def digest(item: Any) -> str:

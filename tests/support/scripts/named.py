@@ -1,15 +1,10 @@
-"""Scripts, each with one thing (KIND) that a resume cannot make right: it is named at their first start.
-
-KILL is ``STEP:RANK``: that rank kills itself in the first start, when it has finished that step.
-"""
+"""Scripts, each with one thing (KIND) that a resume cannot make right: it is named at their first start."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import elastic_resume as er
+from tests.support.scripts.job_log import kill_as_planned
+from tests.support.state_image import Box
 
 KIND = os.environ["KIND"]
 
@@ -37,21 +34,6 @@ class DistributedWeighted(Sampler[int]):
         """Draw this rank's samples."""
         order = torch.multinomial(torch.ones(48), 48, True, generator=torch.Generator().manual_seed(0))
         return iter(order.tolist()[dist.get_rank() :: dist.get_world_size()])
-
-
-class OwnLoader:
-    """A loader with a position in this rank's own files."""
-
-    def __init__(self) -> None:
-        self.position = 100 * dist.get_rank()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position."""
-        self.position = state["position"]
 
 
 class Queue(nn.Module):
@@ -88,7 +70,7 @@ def main() -> None:
     loader = DataLoader(dataset, batch_size=3, sampler=sampler)
     if KIND == "compression":
         model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
-    own = OwnLoader()
+    own = Box(100 * dist.get_rank())  # a position in this rank's own files
     run = er.resume(
         model=model,
         optimizer=optimizer,
@@ -101,8 +83,7 @@ def main() -> None:
     for _ in run.epochs(2):
         with Join([model]) if KIND == "join" else contextlib.nullcontext():
             for index, (inputs, targets) in enumerate(batches):
-                if run.generation == 1 and f"{steps}:{run.rank}" == os.environ["KILL"]:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                kill_as_planned(run, steps)
                 if KIND == "rate by an index":
                     optimizer.param_groups[0]["lr"] = 0.1 / (index + 2)
                 loss = ((model(inputs) - targets).square() * weight).mean()
@@ -111,7 +92,7 @@ def main() -> None:
                 if KIND == "step first":
                     run.step()
                 optimizer.step()
-                own.position += 1
+                own.value += 1
                 steps += 1
                 if average is not None:
                     average.update_parameters(model)

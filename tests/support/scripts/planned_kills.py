@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import elastic_resume as er
 from elastic_resume import constants, failpoints
 from elastic_resume.agent.workers import run_main
-from elastic_resume.state import state_dict
+from tests.support.scripts.job_log import write_end
 
 # Between two lines all ranks wait for each other.
 MOMENTS = (
@@ -134,9 +134,7 @@ def main() -> None:
                 kills.reach("told")
 
     (run.restartable(train) if args.restartable else train)()
-    flat = state_dict.flatten({"model": model, "optimizer": optimizer})
-    digest = state_dict.combine_digests(state_dict.digest_leaves(flat.leaves))
-    (args.step_log / f"end-{run.rank}.json").write_text(json.dumps({"digest": digest}))
+    write_end(args.step_log, run, model=model, optimizer=optimizer)
     run.close()
 
 

@@ -1,4 +1,4 @@
-"""A script with an unusual behaviour, named by its first argument, for integration/test_training.py."""
+"""A script with an unusual behaviour, named by its first argument, for integration tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import sys
+import time
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def fill_disk(run: er.Run) -> None:
 def main(behaviour: str, steps: int) -> None:
     """Train ``steps`` steps on random numbers."""
     rank = int(os.environ.get("RANK", "0"))
-    torch.manual_seed(rank if behaviour == "other-seeds" else 0)
+    torch.manual_seed({"other-seeds": rank, "seed": time.time_ns()}.get(behaviour, 0))
     width = 9 if behaviour == "wider" else 5
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
     if behaviour == "full-disk":
@@ -48,7 +49,8 @@ def main(behaviour: str, steps: int) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     odd = Odd() if behaviour == "odd" and rank == 1 else None
     every = int(os.environ.get("EVERY", "2"))
-    run = er.resume(model=model, optimizer=optimizer, track={"odd": odd}, save_every=every)
+    tracked = None if behaviour == "forgets-optimizer" else optimizer
+    run = er.resume(model=model, optimizer=tracked, track={"odd": odd}, save_every=every)
     seen: list[int] = []
     run.on_resume(lambda now: seen.append(now.position.step))
     ddp = run.ddp(model)
@@ -58,8 +60,12 @@ def main(behaviour: str, steps: int) -> None:
                 with torch.no_grad():
                     model[0].weight.add_(1.0)  # type: ignore[operator]
             optimizer.zero_grad()
-            ddp(torch.randn(4, 3)).square().mean().backward()
+            loss = ddp(torch.randn(4, 3)).square().mean()
+            loss.backward()
             optimizer.step()
+            if behaviour in {"forgets-optimizer", "seed"}:
+                print(f"step {run.position.step + 1}: loss {loss.item()}")
+                time.sleep(0.01)
             run.step()
             if behaviour == "full-disk":
                 fill_disk(run)

@@ -1,31 +1,31 @@
-"""A training script that is right, or wrong in the way of KIND, and kills workers as planned in KILLS.
+"""A training script that is right, or wrong in the way of KIND, and kills workers as KILLS says (job_log.py).
 
-KILLS is ``GENERATION:STEP:RANK,…``: that rank kills itself when it has finished that step. PAUSE is the
-seconds that a step sleeps, EPOCHS the number of epochs of ten steps. Rank 0 writes to LOG, which it empties
-first.
+PAUSE is the seconds that a step sleeps, EPOCHS the number of epochs of ten steps. Rank 0 writes to LOG, which
+it empties first. From step SPIKE on the weights explode. SAVES is ``STEP:NAME[:METRIC],…``: it names the
+checkpoint of that step. With SHARDED each node's ranks hold the model together. At its end each rank writes a
+digest of its state to end-RANK.json in the directory of its argument.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import elastic_resume as er
-from elastic_resume.state import state_dict
+from tests.support.scripts.job_log import kill_as_planned, write_end
 
 KIND = os.environ.get("KIND", "right")
-KILLS = [tuple(map(int, kill.split(":"))) for kill in os.environ.get("KILLS", "").split(",") if kill]
+SPIKE, IS_SHARDED = int(os.environ.get("SPIKE", "1000")), "SHARDED" in os.environ
+SAVES = [each.split(":") for each in os.environ.get("SAVES", "").split(",") if each]
 EPOCHS, PAUSE = int(os.environ.get("EPOCHS", "2")), float(os.environ.get("PAUSE", "0"))
-BATCH, SAMPLES = 8, 80
+BATCH, SAMPLES = 12, 120
 
 
 class Centred(nn.Module):
@@ -44,10 +44,20 @@ class Centred(nn.Module):
         return inputs - self.mean
 
 
+def save_milestones(run: er.Run) -> None:
+    """Name the checkpoint of this step as planned."""
+    for step, name, *metric in SAVES:
+        if int(step) == run.position.step:
+            run.save(milestone=name, metric=float(metric[0]) if metric else None)
+
+
 def main() -> None:
     """Train."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 2))
+    norm = nn.LayerNorm(16) if IS_SHARDED else nn.BatchNorm1d(16)
+    model = nn.Sequential(nn.Linear(8, 16), norm, nn.Dropout(0.1), nn.Linear(16, 2))
+    if IS_SHARDED:
+        fully_shard(model, mesh=er.shard_mesh())
     trained: nn.Module = model
     if KIND == "unfreezing":  # the body is trained from the second epoch on
         model.insert(0, Centred())
@@ -63,7 +73,7 @@ def main() -> None:
     log = open(os.environ["LOG"], "w") if "LOG" in os.environ and not run.rank else None  # noqa: SIM115
 
     def train() -> None:
-        ddp, counter = run.ddp(model), 0
+        ddp, counter = run.replicate(model) if IS_SHARDED else run.ddp(model), 0
         for epoch in run.epochs(EPOCHS):
             if KIND == "unfreezing" and epoch == 1 and len(optimizer.param_groups) == 1:
                 model.requires_grad_(True)
@@ -74,6 +84,8 @@ def main() -> None:
                     print(epoch, index, file=log, flush=True)
                 if KIND == "index":
                     optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
+                if run.position.step + 1 >= SPIKE:
+                    optimizer.param_groups[0]["lr"] = 10.0
                 if KIND == "raise" and run.plan.target is not None:
                     raise er.errors.UsageError("only while steps are computed again")
                 counter = counter + 1 if KIND == "counter" else run.position.step + 1
@@ -82,18 +94,13 @@ def main() -> None:
                 (loss * run.loss_weight).backward()
                 optimizer.step()
                 run.step()
+                save_milestones(run)
                 time.sleep(PAUSE)
-                ranks = [rank for *moment, rank in KILLS if moment == [run.generation, run.position.step]]
-                if ranks:
-                    dist.barrier()  # every node has the snapshot of this step
-                if run.rank in ranks:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                kill_as_planned(run, run.position.step)
             scheduler.step()
 
     (run.restartable(train) if KIND == "restartable" else train)()
-    flat = state_dict.flatten({"model": model, "optimizer": optimizer})
-    digest = state_dict.combine_digests(state_dict.digest_leaves(flat.leaves))
-    Path(sys.argv[1], f"end-{run.rank}.json").write_text(json.dumps(digest))
+    write_end(Path(sys.argv[1]), run, model=model, optimizer=optimizer)
     run.close()
 
 

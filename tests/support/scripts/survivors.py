@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 import elastic_resume as er
 from elastic_resume import constants
 from elastic_resume.agent.workers import run_main
-from elastic_resume.state import state_dict
+from tests.support.scripts.job_log import write_end
 
 EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 60, 12
 SHARD_SIZES = (4, 7, 3, 6, 5, 2, 8, 5)
@@ -142,13 +142,6 @@ class Job:
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def write_end(self) -> None:
-        """Write a digest of this rank's final state."""
-        flat = state_dict.flatten(state_dict.collect_objects({**self.tracked, "losses": self.values}))
-        digests = {**state_dict.digest_leaves(flat.leaves), "rest": flat.structure}
-        text = json.dumps(state_dict.combine_digests(digests))
-        (self.directory / f"end-{self.run.rank}.json").write_text(text)
-
 
 def main() -> None:
     """Train."""
@@ -164,7 +157,7 @@ def main() -> None:
     torch.manual_seed(1)
     job = Job(parser.parse_args())
     job.run.restartable(job.train)()
-    job.write_end()
+    write_end(job.directory, job.run, **job.tracked, losses=job.values)
     job.run.close()
 
 

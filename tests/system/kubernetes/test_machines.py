@@ -21,7 +21,7 @@ from elastic_resume.testing.virtual_network import unavailable_reason
 from tests.support import namespaces
 from tests.support.machine_cluster import MachineBackend
 from tests.support.machines import DISKS, MB, Machines
-from tests.support.rendezvous_nodes import wait_until
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -116,7 +116,7 @@ def test_orphans_are_reaped(machines: Machines) -> None:
     """Nobody else does it there."""
     said(machines, 0, "sh", "-c", "(setsid true &)")
     first = psutil.Process(machines._running_machines[0].init_process.pid)
-    wait_until(lambda: not first.children(), "no child is left to process 1")
+    wait_for(lambda: not first.children(), "no child is left to process 1")
     assert first.is_running()
 
 

@@ -25,7 +25,8 @@ from elastic_resume.slots import slot_memory
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
 from elastic_resume.training.run import Run
-from tests.support.rendezvous_nodes import count_open_descriptors, wait_until
+from tests.support.processes import wait_for
+from tests.support.rendezvous_nodes import count_open_descriptors
 from tests.support.snapshot_samples import read_newest
 
 pytestmark = pytest.mark.slow
@@ -452,7 +453,7 @@ def test_less_memory_gives_fewer_snapshots_and_same_checkpoints(
         step(objects)
         run.step()
     assert run._generation.committer_connection.slot_client.slot_count == slots_that_fit
-    wait_until((run._generation.context.node_dir / "g000001-s0000000003").is_dir, "the commit of step 3")
+    wait_for((run._generation.context.node_dir / "g000001-s0000000003").is_dir, "the commit of step 3")
     step(objects)
     run.step()
     tensors, _ = expected(run)
@@ -485,7 +486,7 @@ def test_closed_run_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.Mon
         del run
         gc.collect()
         counts.append(count_open_descriptors())
-    wait_until(
+    wait_for(
         lambda: count_open_descriptors() <= counts[0], "the committer to close its side of the connection"
     )
 

@@ -18,11 +18,11 @@ from elastic_resume.policy.checkpoint_interval import (
     MAX_SNAPSHOT_INTERVAL_S,
     IntervalSetting,
     SaveCost,
+    commit_interval_s,
     estimate_mtbf_s,
-    is_save_due,
+    is_commit_due,
     next_snapshot_step,
     optimal_interval_s,
-    save_interval_s,
     snapshot_interval_steps,
 )
 
@@ -173,10 +173,12 @@ def test_more_failures_give_no_fewer_snapshots(
 def test_steps_setting_saves_at_its_multiples() -> None:
     """After a resume in between, the next multiple is due, not the next N steps."""
     every, cost = IntervalSetting(steps=10), SaveCost(0.0)
-    due = [s for s in range(14, 41) if is_save_due(every, step=s, last_saved_step=13, elapsed_s=0, cost=cost)]
+    due = [
+        s for s in range(14, 41) if is_commit_due(every, step=s, committed_step=13, elapsed_s=0, cost=cost)
+    ]
     assert due[0] == 20
-    assert not is_save_due(every, step=9, last_saved_step=0, elapsed_s=99, cost=None)
-    assert is_save_due(every, step=23, last_saved_step=13, elapsed_s=0, cost=cost), (
+    assert not is_commit_due(every, step=9, committed_step=0, elapsed_s=99, cost=None)
+    assert is_commit_due(every, step=23, committed_step=13, elapsed_s=0, cost=cost), (
         "20 passed while the disk was busy"
     )
 
@@ -185,20 +187,20 @@ def test_seconds_setting_counts_from_last_save() -> None:
     """No step is saved twice."""
     every = IntervalSetting(seconds=30)
     found = [
-        is_save_due(every, step=2, last_saved_step=1, elapsed_s=s, cost=SaveCost(99)) for s in (29.9, 30.0)
+        is_commit_due(every, step=2, committed_step=1, elapsed_s=s, cost=SaveCost(99)) for s in (29.9, 30.0)
     ]
     assert found == [False, True]
-    assert not is_save_due(every, step=2, last_saved_step=2, elapsed_s=31.0, cost=None)
-    assert not is_save_due(IntervalSetting(is_off=True), step=2, last_saved_step=0, elapsed_s=1e9, cost=None)
+    assert not is_commit_due(every, step=2, committed_step=2, elapsed_s=31.0, cost=None)
+    assert not is_commit_due(IntervalSetting(is_off=True), step=2, committed_step=0, elapsed_s=1e9, cost=None)
 
 
 def test_auto_saves_after_first_step_then_by_cost() -> None:
     """A state that cannot be stored fails early."""
     cost = SaveCost(0.001)
-    assert is_save_due(AUTO, step=1, last_saved_step=0, elapsed_s=0.0, cost=None)
-    assert not is_save_due(AUTO, step=2, last_saved_step=1, elapsed_s=0.1, cost=cost)
-    assert is_save_due(AUTO, step=2, last_saved_step=1, elapsed_s=save_interval_s(cost), cost=cost)
-    assert not is_save_due(AUTO, step=1, last_saved_step=1, elapsed_s=1e9, cost=cost), "nothing new to save"
+    assert is_commit_due(AUTO, step=1, committed_step=0, elapsed_s=0.0, cost=None)
+    assert not is_commit_due(AUTO, step=2, committed_step=1, elapsed_s=0.1, cost=cost)
+    assert is_commit_due(AUTO, step=2, committed_step=1, elapsed_s=commit_interval_s(cost), cost=cost)
+    assert not is_commit_due(AUTO, step=1, committed_step=1, elapsed_s=1e9, cost=cost), "nothing new to save"
 
 
 @pytest.mark.parametrize(
@@ -219,14 +221,14 @@ def test_auto_save_interval_is_youngs_optimum_within_bounds(
     cost: SaveCost, mtbf: float, interval_s: float
 ) -> None:
     """sqrt(2 w M) - w, where w is the stall and the committer's share of the cores."""
-    assert save_interval_s(cost, mtbf) == pytest.approx(interval_s)
+    assert commit_interval_s(cost, mtbf) == pytest.approx(interval_s)
 
 
 @given(st.builds(SaveCost, ANY, ANY, ANY, ANY), ANY, ANY)
 def test_any_cost_gives_save_decision(cost: SaveCost, mtbf: float, since_s: float) -> None:
     """The interval is finite."""
-    assert 0 <= save_interval_s(cost, mtbf) < math.inf
-    assert is_save_due(AUTO, step=2, last_saved_step=1, elapsed_s=since_s, cost=cost, mtbf_s=mtbf) in {
+    assert 0 <= commit_interval_s(cost, mtbf) < math.inf
+    assert is_commit_due(AUTO, step=2, committed_step=1, elapsed_s=since_s, cost=cost, mtbf_s=mtbf) in {
         True,
         False,
     }
@@ -235,7 +237,7 @@ def test_any_cost_gives_save_decision(cost: SaveCost, mtbf: float, since_s: floa
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
 def test_save_interval_keeps_bounds(stall_s: float, commit_s: float, cpu_s: float, mtbf: float) -> None:
     """The disk is mostly idle; otherwise ten minutes is the longest interval."""
-    interval_s = save_interval_s(SaveCost(stall_s, commit_s, cpu_s), mtbf)
+    interval_s = commit_interval_s(SaveCost(stall_s, commit_s, cpu_s), mtbf)
     assert commit_s <= interval_s * MAX_DISK_DUTY * (1 + 1e-9)
     assert interval_s <= max(MAX_SAVE_INTERVAL_S, commit_s / MAX_DISK_DUTY)
 

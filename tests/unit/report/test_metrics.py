@@ -16,7 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import setting_values
 from elastic_resume.errors import ConfigError
+from elastic_resume.mechanisms.mechanism import Gauge, Mechanism, encode_body
 from elastic_resume.mechanisms.registry import MECHANISMS
+from elastic_resume.mechanisms.slow_ranks.description import STATUS as SLOW_RANK
+from elastic_resume.mechanisms.slow_ranks.description import SlowRankStatus
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import AgentStatus
@@ -90,6 +93,15 @@ def test_follower_exports_no_metrics_of_the_job() -> None:
     names = {name for name, _ in scrape(make_status(RendezvousStatus(make_members(1)[0])))}
     assert "elastic_resume_node_step" in names
     assert not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total")} & names
+
+
+def test_metric_of_a_mechanism_needs_no_label_beside_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most are one number of a node."""
+    gauge = Gauge("own_seconds", "Seconds.", lambda member: float(member["own_s"]))
+    monkeypatch.setattr(metrics, "MECHANISMS", (Mechanism(status=SLOW_RANK, gauge=gauge),))
+    body = encode_body(SlowRankStatus(1, 0.15, 0.1))
+    status = make_leader_status(2, mechanisms=((SLOW_RANK.name, body),))
+    assert scrape(status)["elastic_resume_own_seconds", ("n0",)] == pytest.approx(0.15)
 
 
 def test_dashboard_and_document_name_only_exported_metrics() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -72,6 +73,19 @@ def test_verdict_has_outcome_step_and_cost(make: Callable[[], Job], begins: str,
     text = summary.build_run_report(make().events).verdict.text
     assert text.startswith(begins)
     assert price in text
+
+
+def test_sentence_of_an_alert_is_printed_once_with_its_time() -> None:
+    """First as a hint; the list of what happened names its kind."""
+    job = Job().begun()
+    job.add(112, "commit-failed", "n1", step=4, error="disk full")
+    job.add(115, "commit-failed", "n1", step=8, error="disk full")
+    job.add(116, "snapshot-ignored", "n1", error="wrong digest", step=9)
+    report = summary.build_run_report(job.events)
+    text = summary.format_text(report)
+    assert [text.count(alert.text) for alert in report.alerts] == [1, 1]
+    assert "n1: commit-failed, see above (2 times, for 3.0 s, not resolved)" in text
+    assert summary.format_text(replace(report, verdict=replace(report.verdict, hints=()))).count("full") == 1
 
 
 def test_hints_begin_with_the_worst() -> None:

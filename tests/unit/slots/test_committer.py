@@ -160,7 +160,7 @@ def test_slow_reader_of_checkpoints_delays_neither_commits_nor_ends(fixture: Com
 
     archives = OfferQueue("archive", archive)
     archives.start()
-    fixture.committer.checkpoint_readers.append(archives.put)
+    fixture.committer.checkpoint_listeners.append(archives.put)
     fixture.committer.commit(write_snapshot(fixture.slot(0), 1))
     assert has_begun.wait(60)
     for step in (2, 3):

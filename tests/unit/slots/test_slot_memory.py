@@ -26,7 +26,6 @@ from elastic_resume.slots.slot_memory import ControlBlock, SlotState, decode_sna
 from elastic_resume.slots.slot_pool import SlotPool
 from elastic_resume.units import format_bytes
 from tests.support.processes import wait_for
-from tests.support.rendezvous_nodes import wait_until
 from tests.support.snapshot_samples import LAYOUT, SLOT_BYTES, write_snapshot
 
 BYTES = 4096
@@ -165,11 +164,11 @@ def test_reserve_of_first_slot_does_not_wait_for_further_slots(
     pool.reserve_in_background(BYTES)
     with ThreadPoolExecutor(1) as executor:
         try:
-            wait_until(lambda: bool(capacities(pool)), "the first slot")
+            wait_for(lambda: bool(capacities(pool)), "the first slot")
             assert executor.submit(pool.reserve, BYTES, all_now=False).result(timeout=30) == 1
         finally:
             may_continue.set()
-    wait_until(lambda: len(capacities(pool)) == slot_pool.SLOT_COUNT, "the other slots")
+    wait_for(lambda: len(capacities(pool)) == slot_pool.SLOT_COUNT, "the other slots")
 
 
 @pytest.mark.parametrize(("pages", "count"), [(1, 3), (4, 3), (5, 2), (6, 2), (7, 1), (12, 1), (13, 0)])

@@ -17,6 +17,7 @@ from elastic_resume.mechanisms.archive.judge import (
     EndFacts,
     HeldCheckpoint,
     NodeReport,
+    Phase,
     Ranges,
     Share,
     Upload,
@@ -89,12 +90,26 @@ def test_first_upload_is_due_at_once_and_later_ones_after_interval() -> None:
     assert leader.hear(a=IDLE).request_step == 20
     leader.begin(a=HOLDS)
     put = replace(HOLDS, attempt=ATTEMPT, put=((0, 8),))
-    assert find_upload(leader.hear(a=put)).is_complete
+    assert find_upload(leader.hear(a=put)).phase is Phase.COMPLETE
     archived = replace(put, archived=ArchivedVersion(1, 20))
     verdict = leader.hear(a=archived)
     assert (verdict.archived, verdict.upload, verdict.request_step) == (ArchivedVersion(1, 20), None, 0)
     assert leader.wait(99).request_step == 0
     assert leader.wait(1).request_step == 28
+
+
+def test_an_upload_goes_through_the_phases_in_turn() -> None:
+    """Another job's entry ends them for good."""
+    leader = Leader("a")
+    put = replace(HOLDS, attempt=ATTEMPT, put=((0, 8),))
+    archived = replace(put, archived=ArchivedVersion(1, 20))
+    assert ArchiveVerdict().phase is Phase.WAITING
+    assert leader.hear(a=replace(IDLE, step_s=0.0)).phase is Phase.DUE
+    assert leader.hear(a=IDLE).phase is Phase.REQUESTED
+    assert leader.hear(a=HOLDS).phase is Phase.CHOSEN
+    assert leader.begin(a=HOLDS).phase is Phase.BEGUN
+    phases = [leader.hear(a=report).phase for report in (put, archived, replace(archived, refusal="another"))]
+    assert phases == [Phase.COMPLETE, Phase.WAITING, Phase.REFUSED]
 
 
 @pytest.mark.parametrize(

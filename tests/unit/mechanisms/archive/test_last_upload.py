@@ -20,8 +20,8 @@ from elastic_resume.mechanisms.archive.judge import ArchivedVersion
 from elastic_resume.mechanisms.archive.last_upload import LastUpload
 from elastic_resume.milestone import Milestone
 from elastic_resume.policy.reasons import JobFinished
-from tests.support.agents import wait_for
 from tests.support.checkpoint_samples import RUN, SMALL_BLOCK
+from tests.support.processes import wait_for
 from tests.unit.mechanisms.archive.test_uploader import Job, Node
 
 STEP = 50
@@ -230,7 +230,7 @@ def test_start_that_failed_before_training_archives_nothing(
 ) -> None:
     """As with a wrong --resume-from: what is on the disk is of an earlier start."""
     node = make_node(tmp_path)
-    node.part._has_committed = False
+    node.part._held.has_committed = False
     node.job_end = SimpleNamespace(reason="failure")
     node.close()
     assert not caplog.messages

@@ -46,7 +46,7 @@ class Node:
         self.words: dict[str, int] = {}
         self.events: list[dict[str, Any]] = []
         pool = SimpleNamespace(control_block=SimpleNamespace(set=self.words.__setitem__))
-        committer = SimpleNamespace(checkpoint_readers=[], slot_pool=pool, last_commit_s=0.0)
+        committer = SimpleNamespace(checkpoint_listeners=[], slot_pool=pool, last_commit_s=0.0)
         settings = {
             "archive": str(store),
             "archive_every": IntervalSetting(seconds=60.0),
@@ -81,7 +81,7 @@ class Node:
     def commit(self, step: int, generation: int = 1) -> Path:
         """Commit a step, as the committer would."""
         path = save_checkpoint(self.directory, generation, step)
-        self.part._note_commit(path)
+        self.part._held.note_commit(path)
         return path
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ def test_nodes_share_parts_of_requested_step_and_one_puts_entry(tmp_path: Path) 
         node.commit(STEP)
     job.work()
     assert read_versions(job.archive) == [(1, STEP)]
-    put = [node.part._put for node in job.nodes]
+    put = [node.part._share.put for node in job.nodes]
     assert set().union(*put) == set(range(len(list((job.store / RUN / "parts").glob("*/*")))))
     assert sum(map(len, put)) == len(set().union(*put))
     assert [event["step"] for node in job.nodes for event in node.events] == [STEP]
@@ -306,7 +306,7 @@ def test_node_with_damaged_disk_puts_nothing_of_it(tmp_path: Path) -> None:
     job.nodes[1].commit(STEP)
     job.work(rounds=10)
     assert read_versions(job.archive) == [(1, STEP)]
-    assert not job.nodes[0].part._held
+    assert not job.nodes[0].part._held.offered
 
 
 def damage(node: Node, step: int) -> None:
@@ -329,7 +329,7 @@ def test_damaged_milestone_is_archived_from_another_node(
     name(job, 7, Milestone("other"))
     job.work(rounds=20)
     assert read_versions(job.archive) == [(1, 7), (1, 5)]
-    assert all(node.part._put for node in job.nodes)
+    assert all(node.part._share.put for node in job.nodes)
     assert caplog.messages == [line]
 
 

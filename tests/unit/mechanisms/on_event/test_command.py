@@ -21,8 +21,7 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.on_event import ON_EVENT, command
 from elastic_resume.mechanisms.on_event.command import CommandQueue, parse_command, run_command
-from tests.support.agents import wait_for
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, wait_for
 
 NOTICE = {"kind": "failure", "text": "a $(touch pwned) `touch pwned` 'quote\"\n"}
 

@@ -21,7 +21,7 @@ from elastic_resume.policy.restart import JudgedFailure
 from elastic_resume.slots.slot_memory import encode_snapshot_id
 from elastic_resume.slots.slot_pool import SlotPool
 from tests.support.agent_parts import make_agent_context
-from tests.support.rendezvous_nodes import wait_until
+from tests.support.processes import wait_for
 from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 
 DIGEST_SPECS = (
@@ -81,7 +81,7 @@ def test_overwritten_snapshot_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> 
 @contextlib.contextmanager
 def digest_snapshots(client: Mock, emit: Mock) -> Iterator[Mock]:
     """Run a digester on three slots; yield its committer."""
-    committer = Mock(slot_pool=SlotPool(3 * SLOT_BYTES), snapshot_readers=[])
+    committer = Mock(slot_pool=SlotPool(3 * SLOT_BYTES), snapshot_listeners=[])
     committer.slot_pool.reserve(SLOT_BYTES)
     part = SnapshotDigester(make_agent_context(emit=emit, committer=committer))
     part.start(client)
@@ -98,7 +98,7 @@ def test_digester_skips_what_is_missing_late_or_overwritten(monkeypatch: pytest.
     client, emit = Mock(**{"job_end.reason": JobFinished()}), Mock()
     with digest_snapshots(client, emit) as committer:
         slots = [committer.slot_pool._owned[index].slot for index in range(3)]
-        control, (offer,) = committer.slot_pool.control_block, committer.snapshot_readers
+        control, (offer,) = committer.slot_pool.control_block, committer.snapshot_listeners
         offer(encode_snapshot_id(9, 9), 1)
         offer(write_snapshot(slots[0], 1, share_count=2), 1)
         damaged = write_snapshot(slots[1], 2)
@@ -107,7 +107,7 @@ def test_digester_skips_what_is_missing_late_or_overwritten(monkeypatch: pytest.
         whole = write_snapshot(slots[2], 3, generation=51)
         offer(whole, 1)
         offer(whole, 2)
-        wait_until(lambda: client.send_fact.call_count == 2, "two digests")
+        wait_for(lambda: client.send_fact.call_count == 2, "two digests")
         (topic, first, body), (_, second, other) = (call.args for call in client.send_fact.call_args_list)
         assert (topic, first, second) == (DIGESTS.name, 1, 2)
         assert body == other
@@ -122,7 +122,7 @@ def test_digester_skips_what_is_missing_late_or_overwritten(monkeypatch: pytest.
         control.set("read_cpu_us", 1 << 40)
         offer(whole, 3)
         record = slots[2].record
-        wait_until(lambda: not record.get("snapshot_id") and not record.get("soft_pinned"), "the overwriting")
+        wait_for(lambda: not record.get("snapshot_id") and not record.get("soft_pinned"), "the overwriting")
         assert control.get("read_cpu_us") == 1 << 40, "a lower bound"
     assert client.send_fact.call_count == 2
     assert not emit.called

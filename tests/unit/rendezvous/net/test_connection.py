@@ -116,7 +116,7 @@ async def test_connection_given_up_while_it_connects_sends_nothing(
     handler = Recorder()
     connection = make_dialler(handler)
     connection.write(b"too early\n")
-    connection.send(b"too early\n")
+    connection.send_line(b"too early\n")
     assert connection.queued_bytes == 0
     give_up(connection)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -134,10 +134,10 @@ async def test_close_sends_what_is_queued() -> None:
     with peer:
         proof = await asyncio.to_thread(authenticate, peer)
         line = b"x" * (16 << 20) + b"\n"
-        connection.send(line)
+        connection.send_line(line)
         assert connection.queued_bytes
         connection.close()
-        connection.send(b"after the end\n")
+        connection.send_line(b"after the end\n")
         assert await asyncio.to_thread(receive_all, peer) == len(proof.signer.sign(line))
 
 

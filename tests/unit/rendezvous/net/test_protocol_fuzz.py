@@ -150,7 +150,7 @@ def test_handshake_of_random_json_raises_only_protocol_errors(
     lines = [
         {"elastic_resume": version, "run": run, "nonce": nonce, "status_only": False},
         {"elastic_resume": version, "nonce": nonce},
-        {"proof": proof},
+        {"proof": proof, "view": ""},
     ]
     greeting, answer, last = (json.dumps(line).encode() for line in lines)
     for read in (
@@ -168,7 +168,7 @@ def test_handshake_of_random_json_raises_only_protocol_errors(
 def test_proof_with_a_lone_surrogate_is_refused() -> None:
     """It is valid JSON and has no encoding."""
     with pytest.raises(ProtocolError):
-        protocol.verify_proof(b'{"proof": "\\ud800"}', b"t", "dialler", "r", ("0" * 64, "0" * 64))
+        protocol.verify_proof(b'{"proof": "\\ud800", "view": ""}', b"t", "dialler", "r", ("0" * 64, "0" * 64))
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 60))
@@ -219,6 +219,11 @@ def test_dialler_refuses_acceptor_without_the_token() -> None:
         dialler.send(protocol.encode_proof(b"another", "acceptor", "run", ("a" * 64, nonce))[:-1])
 
 
+def verify_proof(line: bytes) -> str:
+    """Verify a dialler's proof of a token."""
+    return protocol.verify_proof(line, b"t", "dialler", "r", ("0", "0"))
+
+
 @pytest.mark.parametrize(
     ("parse", "changed", "error"),
     [
@@ -230,8 +235,9 @@ def test_dialler_refuses_acceptor_without_the_token() -> None:
         (protocol.parse_challenge, {"nonce": "A" * 64}, "32 bytes"),
         (protocol.parse_challenge, {"nonce": ["0"] * 64}, "32 bytes"),
         (protocol.parse_challenge, {"nonce": 0}, "32 bytes"),
-        (lambda line: protocol.verify_proof(line, b"t", "dialler", "r", ("0", "0")), {"proof": 1}, "token"),
-        (lambda line: protocol.verify_proof(line, b"t", "dialler", "r", ("0", "0")), {"proof": "ä"}, "token"),
+        (verify_proof, {"proof": 1, "view": ""}, "token"),
+        (verify_proof, {"proof": "ä", "view": ""}, "token"),
+        (verify_proof, {"proof": "", "view": 1}, "text"),
     ],
 )
 def test_handshake_refuses_values_of_another_kind(
@@ -380,7 +386,7 @@ def test_unauthenticated_dialler_receives_nothing_derived_from_the_token(status_
             side.send(protocol.encode_greeting("run", "a" * 64, status_only=status_only)[:-1]),
         ]
         with pytest.raises(protocol.AuthenticationError, match="token") as caught:
-            side.send(b'{"proof":"' + b"0" * 64 + b'"}')
+            side.send(b'{"proof":"' + b"0" * 64 + b'","view":""}')
         received.append([*said, caught.value.rejection_line])
     assert received[0] == received[1]
 
@@ -435,6 +441,27 @@ def test_signed_line_is_accepted_once_in_order_by_its_receiver_only(status_only:
     refused(run_handshake(b"token", ("c" * 64, "b" * 64))[0].signer.sign(lines[0])[:-1])
     refused(run_handshake(b"another", nonces)[0].signer.sign(lines[0])[:-1])
     refused(run_handshake(b"token", nonces, status_only=True)[0].signer.sign(lines[0])[:-1])
+
+
+def test_long_line_is_signed_by_the_digest_of_its_body() -> None:
+    """No byte of it can change, and no short line that holds the digest itself passes for it."""
+    nonces = ("a" * 64, "b" * 64)
+    message = Propose(
+        7, Proposal(Ballot(), View(7, tuple(Incarnation(f"n{i}", f"d{i}") for i in range(1000))))
+    )
+    head, body = protocol.encode_head(Header(1, 2, 3)), protocol.encode_body(message)
+    line = head + body.text
+    assert len(line) > protocol.LONG_LINE_BYTES
+    signed = run_handshake(b"token", nonces)[0].signer.sign_message(head, body)[:-1]
+    assert signed == run_handshake(b"token", nonces)[0].signer.sign(line + b"\n")[:-1]
+    assert run_handshake(b"token", nonces)[1].verifier.verify(signed) == line
+    for at in (0, len(head) - 1, len(head), len(line) // 2, len(line) - 1):
+        changed = signed[:at] + bytes([signed[at] ^ 1]) + signed[at + 1 :]
+        with pytest.raises(ProtocolError, match="wrong digest"):
+            run_handshake(b"token", nonces)[1].verifier.verify(changed)
+    short = head + body.digest + signed[-protocol.DIGEST_HEX_CHARS :]
+    with pytest.raises(ProtocolError, match="wrong digest"):
+        run_handshake(b"token", nonces)[1].verifier.verify(short)
 
 
 def test_messages_of_the_largest_job_fit_the_limits() -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -20,16 +20,16 @@ from elastic_resume.checkpoint.atomic_io import Disk, translate_os_errors
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.interface import Effect, StartWorkers
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.net import connection, protocol, server
+from elastic_resume.rendezvous.net import connection, protocol, server, view_delta
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import RENDEZVOUS_STATE_FILE, DurableStateFile
+from tests.support.processes import wait_for
 from tests.support.rendezvous_nodes import (
     RUN,
     TOKEN,
     RendezvousNodes,
     SocketNode,
     count_open_descriptors,
-    wait_until,
 )
 
 pytestmark = pytest.mark.slow
@@ -64,10 +64,25 @@ class FailingDisk(Disk):
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.parametrize("is_large", [False, True], ids=["whole views", "differences"])
 def test_view_forms_again_after_the_loss_of_its_leader_and_of_a_member(
-    nodes: RendezvousNodes, tmp_path: Path
+    nodes: RendezvousNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
-    """Of four nodes the leader stops, then another; ranks keep their order and generations grow."""
+    """Of four nodes the leader stops, then another; ranks keep their order and generations grow.
+
+    With ``is_large`` views travel as if they had a thousand members: as differences to what the peer has.
+    """
+    restored: list[str] = []
+    if is_large:
+        original = view_delta.restore
+
+        def restore(value: dict[str, Any], base: view_delta.Base) -> Any:
+            result = original(value, base)
+            restored.extend([result] if isinstance(result, str) else [])
+            return result
+
+        monkeypatch.setattr(view_delta, "restore", restore)
+        monkeypatch.setattr(view_delta, "MIN_CHARS", 0)
     built = nodes.build(4)
     first = [one.worlds.get(timeout=30) for one in built]
     assert {tuple(member_names(world)) for world in first} == {("n0", "n1", "n2", "n3")}
@@ -80,6 +95,11 @@ def test_view_forms_again_after_the_loss_of_its_leader_and_of_a_member(
     assert {tuple(member_names(world)) for world in third} == {("n1", "n3")}
     generations = [worlds[0].generation for worlds in (first, second, third)]
     assert generations == sorted(set(generations))
+    of_views = {int(text.partition(";")[0]) for text in restored}
+    assert of_views >= ({*generations[:2]} if is_large else set()), (
+        "followers tell a new leader by the digest"
+    )
+    assert (generations[2] in of_views) == is_large, "the proposal to a follower is a difference"
     for name in ("n1", "n3"):
         kept = DurableStateFile(tmp_path / name).state
         assert kept is not None
@@ -93,7 +113,7 @@ def test_lease_is_a_time_of_clock_boottime(nodes: RendezvousNodes) -> None:
     """The clock runs through a suspend of the machine."""
     (one, *_) = nodes.build(2)
     one.worlds.get(timeout=30)
-    wait_until(lambda: one.lease_expires_at > float("-inf"), "the lease is set")
+    wait_for(lambda: one.lease_expires_at > float("-inf"), "the lease is set")
     left_s = one.lease_expires_at - time.clock_gettime(time.CLOCK_BOOTTIME)
     assert abs(left_s) < 600, "the machine may be slow, but the clocks differ by a day"
 
@@ -145,7 +165,7 @@ def test_reconnect_does_not_need_the_name_server(nodes: RendezvousNodes) -> None
     try:
         for one in list(follower.thread._server._connections.values()):  # type: ignore[union-attr]
             follower.thread._loop.call_soon_threadsafe(one._transport.abort)
-        wait_until(lambda: follower.conn not in (0, before), "the follower reconnects")
+        wait_for(lambda: follower.conn not in (0, before), "the follower reconnects")
         assert not [end for one in built for end in one.stop_effects], "no view ended"
     finally:
         released.set()
@@ -209,7 +229,7 @@ def test_failed_write_is_retried_and_logged_once(
     built = nodes.build(
         2, record=lambda place: DurableStateFile(place, disk if place.name == "n1" else Disk())
     )
-    wait_until(lambda: disk.failures > 3, "the write is retried")
+    wait_for(lambda: disk.failures > 3, "the write is retried")
     assert all(one.worlds.empty() for one in built)
     disk.full = False
     for one in built:
@@ -225,9 +245,9 @@ def test_stop_does_not_wait_for_a_failing_disk(nodes: RendezvousNodes) -> None:
     """The disk stays full."""
     disk = FailingDisk()
     (alone,) = nodes.build(1, record=lambda place: DurableStateFile(place, disk))
-    wait_until(lambda: disk.failures > 0, "a write failed")
+    wait_for(lambda: disk.failures > 0, "a write failed")
     alone.thread.stop()
-    wait_until(lambda: not alone.thread.is_alive, "the thread has ended")
+    wait_for(lambda: not alone.thread.is_alive, "the thread has ended")
 
 
 def test_stop_closes_all_sockets(nodes: RendezvousNodes) -> None:
@@ -238,7 +258,7 @@ def test_stop_closes_all_sockets(nodes: RendezvousNodes) -> None:
         one.worlds.get(timeout=30)
     assert count_open_descriptors() > before
     nodes.stop()
-    wait_until(lambda: count_open_descriptors() <= before, "all sockets are closed")
+    wait_for(lambda: count_open_descriptors() <= before, "all sockets are closed")
 
 
 def test_on_core_change_precedes_the_effects(nodes: RendezvousNodes) -> None:
@@ -268,7 +288,7 @@ def test_internal_error_ends_the_thread_and_is_reported(
     monkeypatch.setattr(threading, "excepthook", errors.append)
     (alone,) = cast("list[Broken]", nodes.build(1, node_class=Broken))
     alone.is_broken = True
-    wait_until(lambda: not alone.thread.is_alive, "the thread ended")
+    wait_for(lambda: not alone.thread.is_alive, "the thread ended")
     assert [args.exc_type for args in errors] == [KeyError]
     alone.close_listener()
 
@@ -284,9 +304,9 @@ def test_internal_error_is_not_taken_for_a_death(
         node.worlds.get(timeout=30)
     other = built[1 - broken]
     built[broken].is_broken = True
-    wait_until(lambda: not built[broken].thread.is_alive, "the thread ended")
+    wait_for(lambda: not built[broken].thread.is_alive, "the thread ended")
     kind = "lost" if broken else "leader-lost"
-    wait_until(lambda: bool(other.log_lines(kind)), "the other has noticed")
+    wait_for(lambda: bool(other.log_lines(kind)), "the other has noticed")
     assert [text.rpartition(" is ")[2] for text in other.log_lines(kind)] == ["unreachable"]
     built[broken].close_listener()
 

@@ -51,6 +51,7 @@ from elastic_resume.rendezvous.core.world import (
 )
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import ConnectionLimits, HandshakeLimiter, LogThrottle
+from tests.support.processes import wait_for
 from tests.support.rendezvous_nodes import (
     NODE_TIMEOUT_S,
     RUN,
@@ -66,7 +67,6 @@ from tests.support.rendezvous_nodes import (
     is_disconnected,
     receive_message,
     send_messages,
-    wait_until,
 )
 
 pytestmark = pytest.mark.slow  # each test waits until all leases are renewed
@@ -97,9 +97,9 @@ def node(request: pytest.FixtureRequest, running: list[SocketNode]) -> Iterator[
     chosen = [one for one in running if one.is_leader == (request.param == "leader")][-1]
     yield chosen
     check_undisturbed(running)
-    wait_until(lambda: count_open_descriptors() <= before, "all connections are closed")
+    wait_for(lambda: count_open_descriptors() <= before, "all connections are closed")
     pairs = list(zip(running, links, strict=True))
-    wait_until(
+    wait_for(
         lambda: all(one.link_count <= then for one, then in pairs), "the state machine has forgotten them"
     )
 
@@ -146,7 +146,10 @@ UNAUTHENTICATED = {
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "protocol version"),
     "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "the fields proof"),
-    "a wrong proof": (protocol.encode_greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
+    "a wrong proof": (
+        protocol.encode_greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'","view":""}\n',
+        "token",
+    ),
     "a replayed handshake": (record_handshake(), "token"),
     "escape codes in a name": (protocol.encode_greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
 }
@@ -160,7 +163,7 @@ def wait_for_log(node: SocketNode, text: str, since: int) -> str:
         lines[:] = [line for line in node.log_lines("unauthenticated")[since:] if text in line]
         return bool(lines)
 
-    wait_until(find, f"the log has {text!r}")
+    wait_for(find, f"the log has {text!r}")
     return lines[-1]
 
 
@@ -191,7 +194,7 @@ def test_handshake_has_a_timeout_as_a_whole(tmp_path: Path, greeting: bytes) -> 
             sender.start()
             assert is_disconnected(peer)
         sender.join()
-        wait_until(lambda: bool(alone.log_lines("unauthenticated", "more than 0.5 s")), "it is logged")
+        wait_for(lambda: bool(alone.log_lines("unauthenticated", "more than 0.5 s")), "it is logged")
     finally:
         nodes.stop()
 
@@ -370,7 +373,7 @@ def test_unreachable_spares_are_dropped_without_a_view_change(tmp_path: Path) ->
             send_messages(answering, Heartbeat())
             assert is_disconnected(answering)
             assert is_disconnected(silent)
-        wait_until(lambda: bool(alone.log_lines("lost", "answering is unreachable")), "the leader logs it")
+        wait_for(lambda: bool(alone.log_lines("lost", "answering is unreachable")), "the leader logs it")
         check_undisturbed([alone])
     finally:
         nodes.stop()
@@ -397,7 +400,7 @@ def test_stolen_identity_costs_one_view_change_at_most(tmp_path: Path) -> None:
     try:
         for one in built:
             one.worlds.get(timeout=30)
-        wait_until(steal_identity, "it is admitted, and dropped")
+        wait_for(steal_identity, "it is admitted, and dropped")
         worlds = [one.worlds.get(timeout=30) for one in built]
         while len({world.generation for world in worlds}) > 1 or len(worlds[0].members) < 3:
             oldest = min(range(3), key=lambda index: worlds[index].generation)
@@ -417,7 +420,7 @@ def test_authenticated_peer_that_sends_nothing_is_dropped(tmp_path: Path) -> Non
         with connect(built[0].address) as peer:
             authenticate(peer)
             assert is_disconnected(peer)
-        wait_until(lambda: bool(built[0].log_lines("unauthenticated", "has sent nothing")), "it is logged")
+        wait_for(lambda: bool(built[0].log_lines("unauthenticated", "has sent nothing")), "it is logged")
     finally:
         nodes.stop()
 
@@ -436,7 +439,7 @@ def test_connections_beyond_the_limit_do_not_push_members_out(tmp_path: Path) ->
             for _ in range(10):
                 with contextlib.suppress(ConnectionError, protocol.ProtocolError):
                     authenticate(held.enter_context(connect(leader.address)))
-            wait_until(lambda: bool(leader.log_lines("unauthenticated", "are open already")), "it is logged")
+            wait_for(lambda: bool(leader.log_lines("unauthenticated", "are open already")), "it is logged")
             check_undisturbed(built)
     finally:
         nodes.stop()

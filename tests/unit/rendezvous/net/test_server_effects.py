@@ -27,13 +27,13 @@ from elastic_resume.rendezvous.core.messages import Header, Heartbeat, JoinSpec,
 from elastic_resume.rendezvous.net import protocol, server
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread, raise_descriptor_limit
+from tests.support.processes import wait_for
 from tests.support.rendezvous_nodes import (
     TIMEOUT_S,
     TOKEN,
     authenticate,
     on_event_loop,
     read_line,
-    wait_until,
 )
 from tests.support.rendezvous_shell import (
     Shell,
@@ -43,7 +43,7 @@ from tests.support.rendezvous_shell import (
     ends,
     join,
     serve,
-    wait_for,
+    wait_on_loop,
 )
 
 STATUS_KEY = protocol.derive_status_key(TOKEN)
@@ -78,9 +78,9 @@ async def test_earlier_deadline_replaces_the_timer(tmp_path: Path) -> None:
         shell.core.events.clear()
         shell.core.next_deadline = now
         shell.carry_out()
-        await wait_for(lambda: len(shell.core.events) > 1)
+        await wait_on_loop(lambda: len(shell.core.events) > 1)
         shell.core.next_deadline = math.inf
-        await wait_for(lambda: shell.server._timer is None)
+        await wait_on_loop(lambda: shell.server._timer is None)
         assert count_timers(shell.server._on_timer) == 0
 
 
@@ -92,7 +92,7 @@ async def test_disconnected_peer_gets_what_is_queued_and_is_not_reported(tmp_pat
             conn_id = await join(shell, peer)
             shell.carry_out(*send_much(conn_id), Disconnect(conn_id), Send(conn_id, HEADER, KIB))
             assert await asyncio.to_thread(count_lines, peer) == QUEUED_KIB
-        await wait_for(lambda: not shell.server._open_connections)
+        await wait_on_loop(lambda: not shell.server._open_connections)
         assert not shell.find(PeerDisconnected)
         assert not shell.effects
 
@@ -111,9 +111,9 @@ async def test_disconnect_ends_an_attempt_to_connect(tmp_path: Path) -> None:
             tasks = len(asyncio.all_tasks())
             shell.carry_out(Connect(1, "head.test:1"))
             assert len(asyncio.all_tasks()) == tasks + 1
-            await wait_for(lambda: bool(shell.server._dial_tasks))
+            await wait_on_loop(lambda: bool(shell.server._dial_tasks))
             shell.carry_out(Disconnect(1))
-            await wait_for(lambda: len(asyncio.all_tasks()) == tasks)
+            await wait_on_loop(lambda: len(asyncio.all_tasks()) == tasks)
             assert not shell.find(PeerDisconnected)
     finally:
         released.set()
@@ -133,11 +133,11 @@ async def test_attempt_that_takes_too_long_is_reported_and_not_logged(tmp_path: 
         async with serve(tmp_path, limits, resolve=resolve) as shell:
             tasks = len(asyncio.all_tasks())
             shell.carry_out(Connect(1, "head.test:1"))
-            await wait_for(lambda: bool(shell.find(PeerDisconnected)))
+            await wait_on_loop(lambda: bool(shell.find(PeerDisconnected)))
             (end,) = shell.find(PeerDisconnected)
             assert (end.conn_id, end.refused) == (1, False)
             assert not shell.effects
-            await wait_for(lambda: len(asyncio.all_tasks()) == tasks)
+            await wait_on_loop(lambda: len(asyncio.all_tasks()) == tasks)
     finally:
         released.set()
 
@@ -153,7 +153,7 @@ async def test_peer_that_does_not_read_is_dropped(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             assert not shell.find(PeerDisconnected)
             shell.carry_out(*send_much(conn_id), *send_much(conn_id))
-            await wait_for(lambda: bool(shell.find(PeerDisconnected)))
+            await wait_on_loop(lambda: bool(shell.find(PeerDisconnected)))
         assert shell.find(PeerDisconnected)[0].reason.startswith("it has not read")
         assert len(shell.log_lines) == 1
 
@@ -172,8 +172,8 @@ async def test_connections_that_have_ended_do_not_count_as_waiting(tmp_path: Pat
                 await join(shell, member)
             for _ in range(4):
                 with dial(shell):
-                    await wait_for(lambda: len(shell.server._open_connections) == 3)
-                await wait_for(lambda: len(shell.server._open_connections) == 2)
+                    await wait_on_loop(lambda: len(shell.server._open_connections) == 3)
+                await wait_on_loop(lambda: len(shell.server._open_connections) == 2)
             silent = [stack.enter_context(dial(shell)) for _ in range(3)]
             assert await ends(silent[0])
             await asyncio.to_thread(authenticate, silent[1])
@@ -193,7 +193,7 @@ async def test_limit_of_connections_is_for_those_that_others_open(tmp_path: Path
                 assert await ends(third)
             assert "2 connections are open already" in shell.log_lines[0]
             shell.carry_out(Connect(7, leader.address))
-            await wait_for(lambda: shell.find(PeerConnected)[-1].conn_id == 7)
+            await wait_on_loop(lambda: shell.find(PeerConnected)[-1].conn_id == 7)
             assert len(shell.log_lines) == 1
 
 
@@ -210,11 +210,11 @@ async def test_state_machine_learns_of_members_only(tmp_path: Path) -> None:
             client.sendall(proof.signer.sign(protocol.encode(HEADER, Heartbeat())))
             assert await ends(client)
         renderer.allowed.set()
-        await wait_for(lambda: "a status client sent a message" in "".join(shell.log_lines))
+        await wait_on_loop(lambda: "a status client sent a message" in "".join(shell.log_lines))
         assert {type(event) for event in shell.core.events} == {Tick}
         with dial(shell) as member:
             conn_id = await join(shell, member)
-        await wait_for(lambda: bool(shell.find(PeerDisconnected)))
+        await wait_on_loop(lambda: bool(shell.find(PeerDisconnected)))
         assert [type(event) for event in shell.core.events] == [Tick, PeerConnected, PeerDisconnected]
         assert shell.core.events[-1] == PeerDisconnected(conn_id, "closed")
 
@@ -227,11 +227,11 @@ async def test_idle_peers_are_dropped_but_not_a_leader_that_was_dialled(tmp_path
         with dial(shell) as silent, dial(shell) as alive:
             silent_id = await join(shell, silent)
             proof = await asyncio.to_thread(authenticate, alive)
-            await wait_for(lambda: len(shell.find(PeerConnected)) == 3)
+            await wait_on_loop(lambda: len(shell.find(PeerConnected)) == 3)
             for _ in range(server.MAX_IDLE_SWEEPS):
                 shell.server._drop_idle()
             alive.sendall(proof.signer.sign(protocol.encode(HEADER, Heartbeat())))
-            await wait_for(lambda: bool(shell.find(MessageReceived)))
+            await wait_on_loop(lambda: bool(shell.find(MessageReceived)))
             assert not shell.find(PeerDisconnected)
             shell.server._drop_idle()
             assert [end.conn_id for end in shell.find(PeerDisconnected)] == [silent_id]
@@ -256,7 +256,7 @@ async def test_after_an_internal_error_nothing_reaches_the_state_machine(tmp_pat
                 assert await asyncio.to_thread(read_line, late) == b""
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert await ends(stranger)
-        await wait_for(lambda: not shell.server._open_connections)
+        await wait_on_loop(lambda: not shell.server._open_connections)
         assert not shell.core.events
         assert not shell.effects
 
@@ -267,8 +267,8 @@ async def test_close_waits_for_peers_that_read(tmp_path: Path) -> None:
     shell = Shell(tmp_path, ConnectionLimits())
     await shell.server.open()
     with dial(shell):
-        await wait_for(lambda: len(shell.server._open_connections) == 1)
-    await wait_for(lambda: not shell.server._open_connections)
+        await wait_on_loop(lambda: len(shell.server._open_connections) == 1)
+    await wait_on_loop(lambda: not shell.server._open_connections)
     with dial(shell) as reader, dial(shell) as other:
         await join(shell, other)
         shell.carry_out(*send_much(await join(shell, reader)))
@@ -305,7 +305,7 @@ def test_events_before_the_start_are_kept(tmp_path: Path) -> None:
     request = JoinRequest(JoinSpec("a:1", 1))
     thread.submit(request)
     thread.start()
-    wait_until(lambda: bool(shells) and len(shells[0].core.events) == 2, "both events are handled")
+    wait_for(lambda: bool(shells) and len(shells[0].core.events) == 2, "both events are handled")
     thread.stop()
     assert not thread.is_alive
     assert shells[0].core.events == [Tick(), request]

@@ -32,6 +32,7 @@ from elastic_resume.rendezvous.net import protocol, status_server
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.protocol import ProtocolError
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus, build_status
+from tests.support.processes import wait_for
 from tests.support.rendezvous_nodes import (
     RUN,
     TIMEOUT_S,
@@ -48,9 +49,8 @@ from tests.support.rendezvous_nodes import (
     on_event_loop,
     read_line,
     send_messages,
-    wait_until,
 )
-from tests.support.rendezvous_shell import Shell, SlowRenderer, count_timers, dial, ends, serve, wait_for
+from tests.support.rendezvous_shell import Shell, SlowRenderer, count_timers, dial, ends, serve, wait_on_loop
 
 pytestmark = pytest.mark.slow
 
@@ -142,7 +142,7 @@ def test_status_clients_that_do_not_read_are_disconnected(pair: list[SocketNode]
         held = [stack.enter_context(status_client(pair[0].address)) for _ in range(3)]
         for one in held:
             assert is_disconnected(one), "the server disconnects it"
-    wait_until(lambda: count_open_descriptors() <= before, "all their descriptors are closed")
+    wait_for(lambda: count_open_descriptors() <= before, "all their descriptors are closed")
     check_undisturbed(pair)
 
 
@@ -183,7 +183,7 @@ async def test_agent_without_a_status_says_so(tmp_path: Path) -> None:
         for _ in range(5):
             reply = await asyncio.to_thread(query, shell)
             assert reply == {"error": "this agent has no status to show"}
-        await wait_for(lambda: not shell.server._open_connections)
+        await wait_on_loop(lambda: not shell.server._open_connections)
         assert count_timers() == timers
 
 
@@ -216,12 +216,12 @@ async def test_clients_that_have_left_are_not_rendered_for(tmp_path: Path) -> No
     """Else a script that asks each second would fill the queue of a slow machine."""
     async with serve_slowly(tmp_path) as (shell, renderer):
         first = asyncio.ensure_future(asyncio.to_thread(query, shell))
-        await wait_for(lambda: renderer.count == 1)
+        await wait_on_loop(lambda: renderer.count == 1)
         for _ in range(5):
             with dial(shell) as client:
                 await asyncio.to_thread(authenticate, client, STATUS_KEY, status_only=True)
-                await wait_for(lambda: len(shell.server._status_server._clients) == 2)
-            await wait_for(lambda: len(shell.server._open_connections) == 1)
+                await wait_on_loop(lambda: len(shell.server._status_server._clients) == 2)
+            await wait_on_loop(lambda: len(shell.server._open_connections) == 1)
         renderer.allowed.set()
         assert await first == {}
         assert await asyncio.to_thread(query, shell) == {}
@@ -234,7 +234,7 @@ async def test_oldest_of_too_many_clients_is_disconnected(tmp_path: Path) -> Non
     async with serve_slowly(tmp_path) as (shell, renderer):
         with dial(shell) as oldest:
             await asyncio.to_thread(authenticate, oldest, STATUS_KEY, status_only=True)
-            await wait_for(lambda: renderer.count == 1)
+            await wait_on_loop(lambda: renderer.count == 1)
             others = [asyncio.ensure_future(asyncio.to_thread(query, shell)) for _ in range(3)]
             assert await ends(oldest)
         renderer.allowed.set()
@@ -327,7 +327,7 @@ def test_status_of_a_leader_that_waits() -> None:
 def test_status_of_a_leader_with_a_view() -> None:
     """A member whose workers have finished may be gone; nobody waits for it."""
     node, role = make_leader()
-    role.running_view = VIEW
+    role.active_view = VIEW
     status = build_status(node)
     assert (status.view, status.others, status.missing, status.waiting_reason) == (VIEW, (C,), (), "")
 
