@@ -84,9 +84,7 @@ def make_step_observers(
         own = tuple(_parse_notes(notes, at))
         if mechanism.make_observer is not None:
             found.append(
-                mechanism.make_observer(
-                    context._replace(record=functools.partial(record, index), notes=own)
-                )
+                mechanism.make_observer(context._replace(record=functools.partial(record, index), notes=own))
             )
     return [observer for observer in found if observer is not None]
 

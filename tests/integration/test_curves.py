@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from elastic_resume.mechanisms.curves import journal
 from elastic_resume.testing import Cluster
 from tests.support.paths import SCRIPTS
 

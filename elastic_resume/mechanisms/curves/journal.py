@@ -47,8 +47,8 @@ class GenerationRecords:
     begin: Moment
     source: int
     """The generation whose state it has resumed; 0 for a cold start."""
-    goes_back: bool = False
-    closed: Moment = Moment(-1, -1)
+    goes_back: bool
+    closed: Moment
     """The newest moment whose values are all here."""
     lines: list[tuple[Moment, float, dict[str, float]]] = field(default_factory=list)
 
@@ -180,7 +180,8 @@ class Chain(NamedTuple):
 
 def follow_chain(newest: int, records: Mapping[int, GenerationRecords]) -> Chain:
     """Follow the states that were resumed, from a generation back to the job's first."""
-    generations, gaps, generation = [newest], [], newest
+    generations, generation = [newest], newest
+    gaps: list[tuple[int, Moment, Moment]] = []
     while True:
         current = records[generation]
         source = current.source

@@ -113,10 +113,12 @@ class Replicator:
         if source is None:
             return RECONNECT_S
         host, port, key = source
-        with contextlib.suppress(OSError):
-            with socket.create_connection((host, port), HANDSHAKE_TIMEOUT_S) as connection:
-                handshake = protocol.dial(key.encode(), self._run_id, secrets.token_hex(32))
-                self._run_link(connection, handshake, source)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), HANDSHAKE_TIMEOUT_S) as connection,
+        ):
+            handshake = protocol.dial(key.encode(), self._run_id, secrets.token_hex(32))
+            self._run_link(connection, handshake, source)
         return RECONNECT_S
 
     def _run_link(

@@ -173,5 +173,3 @@ def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_bytes())
     return None
-
-

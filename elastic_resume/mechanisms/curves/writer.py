@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -92,9 +93,7 @@ class CurveWriter(AgentPart):
             self._address = _bind(notes.agent_address(self._node_dir))
             host = client.address.rpartition(":")[0].strip("[]")
             self._replicator = Replicator(self._node_dir, client.run_id, host, self._changed.set)
-            DISK.write_atomic(
-                directory / notes.ENDPOINT_FILE, json.dumps(self._replicator.endpoint).encode()
-            )
+            DISK.write_atomic(directory / notes.ENDPOINT_FILE, json.dumps(self._replicator.endpoint).encode())
         except (OSError, MachineError) as error:
             logger.warning("values that run.log() gets are not recorded on this node: %s", error)
             self.close()
@@ -152,9 +151,7 @@ class CurveWriter(AgentPart):
         is_finished = end is not None and isinstance(end.reason, JobFinished)
         session = self._session
         if session is None and generation and self._client is not None and not is_closing:
-            session = self._session = Session(
-                self._node_dir, self._trackers, self._client.run_id, self._emit
-            )
+            session = self._session = Session(self._node_dir, self._trackers, self._client.run_id, self._emit)
         if session is not None and generation and (is_finished or not self._is_over()):
             session.advance(generation)
         elif session is not None:
@@ -243,8 +240,8 @@ class Session:
         written = journal.read_written(self._node_dir, since)
         go_back_to = records[since[-1]].begin.step if records[since[-1]].goes_back else None
         for target in self._targets:
-            known = written.get(target.text)
-            target.begin(-1 if known is None else known, go_back_to if known is None else None)
+            step = written.get(target.text)
+            target.begin(-1 if step is None else step, go_back_to if step is None else None)
         return True
 
     def _read_more(self) -> None:
@@ -256,7 +253,8 @@ class Session:
             data = file.read()
             lines = data.split(b"\n")[:-1]
             self._offset += sum(map(len, lines)) + len(lines)
-            more = journal.GenerationRecords(journal.Moment(-1, -1), 0)
+            nothing = journal.Moment(-1, -1)
+            more = journal.GenerationRecords(nothing, 0, goes_back=False, closed=nothing)
             journal.add_lines(more, lines)
             for moment, at, values in more.lines:
                 journal.add_point(self._points, moment.step, at, values)
@@ -300,7 +298,7 @@ class _Target:
         due = [point for step, point in sorted(points.items()) if self._sent < step <= last_step]
         for at in range(0, len(due), BATCH):
             batch = due[at : at + BATCH]
-            if not self._try(lambda exporter, batch=batch: exporter.write(batch)):
+            if not self._try(functools.partial(_write, batch)):
                 return
             self._sent = batch[-1].step
 
@@ -357,6 +355,10 @@ class _Target:
             self._emit("curves-recovered", tracker=self.text)
             logger.info("%s is written again.", self.text)
         return True
+
+
+def _write(points: list[Point], exporter: Exporter) -> None:
+    exporter.write(points)
 
 
 def _bind(address: bytes) -> socket.socket:
