@@ -1,0 +1,1 @@
+"""Record the logged values of each step once, whatever fails."""
