@@ -1,14 +1,18 @@
-"""Write points through an exporter until killed, as an agent does: run as a program by `killed_writers`.
+"""Write points through an exporter until killed, as an agent does; `killed_writers` runs this as a program.
 
-The caller of an exporter knows only what `flush` returned. Here a file has that number, and may be behind.
+It imports the tracker's library once, and forks a writer for each line on standard input, which has the arguments of
+`write_points` as JSON. Writers print what they do next, and the step; then the program prints how one ended.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from elastic_resume.mechanisms.curves.exporter import Point, parse_exporter
@@ -23,13 +27,14 @@ def make_point(step: int) -> Point:
     if step % 11 == 0:
         values["norm"] = -math.inf if step % 2 else math.inf
     if step >= WIDER_FROM:
-        values["val, loss"] = step**0.5
+        values["val_loss"] = step**0.5
     return Point(step, 1.7e9 + step / 3, values)
 
 
-def main(text: str, known_file: Path, then: str, last_step: int, batch: int, flush_every: int) -> None:
-    """Write the points that are missing, up to ``last_step``; print what is done next, and the step.
+def write_points(text: str, known_file: Path, then: str, last_step: int, batch: int, flush_every: int) -> None:
+    """Write the points that are missing, up to ``last_step``.
 
+    The caller of an exporter knows only what `flush` returned. Here ``known_file`` has that number, and may be behind.
     ``then`` is what follows: ``close`` the exporter, or ``wait`` for the kill.
     """
     known = json.loads(known_file.read_text()) if known_file.exists() else -1
@@ -50,8 +55,27 @@ def main(text: str, known_file: Path, then: str, last_step: int, batch: int, flu
     if then == "wait":
         signal.pause()
     exporter.close()
-    print("closed", step, flush=True)
+
+
+def serve() -> None:
+    """Fork a writer for each line, and wait for it."""
+    for line in sys.stdin:
+        text, known_file, *others = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.setsid()  # the writer is killed with the processes that it starts
+                print("begin", os.getpid(), flush=True)
+                write_points(text, Path(known_file), *others)
+                status = 0
+            except BaseException:  # noqa: BLE001 - the child must not return into the loop
+                traceback.print_exc()
+            os._exit(status)
+        print("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    serve()
