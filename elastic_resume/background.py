@@ -73,7 +73,7 @@ class BackgroundThread:
             self._thread.join(timeout_s)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until ``work`` has returned None, at most ``timeout_s``; return whether the thread has ended."""
+        """Wait at most ``timeout_s`` until ``work`` has returned None; return whether it has."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
