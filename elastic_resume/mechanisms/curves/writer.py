@@ -37,7 +37,7 @@ FLUSH_S = 5.0
 RETRY_S, MAX_RETRY_S = 1.0, 60.0
 GATHER_TIMEOUT_S = 30.0
 """How long a generation's first points wait for values that other nodes may have."""
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 90.0  # W&B may upload the rest for a minute
 POLL_S = 0.5
 PAUSE_S = 0.05  # between two looks, so that several steps are written at once
 BATCH = 1000
