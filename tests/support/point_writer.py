@@ -1,7 +1,8 @@
 """Write points through an exporter until killed, as an agent does; `killed_writers` runs this as a program.
 
-It imports the tracker's library once, and forks a writer for each line on standard input, which has the arguments of
-`write_points` as JSON. Writers print what they do next, and the step; then the program prints how one ended.
+It imports the tracker's library once, and forks a writer for each line on standard input, which has the
+arguments of `write_points` as JSON. Writers print what they do next, and the step; then the program prints
+how one ended.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ def make_point(step: int) -> Point:
     return Point(step, 1.7e9 + step / 3, values)
 
 
-def write_points(text: str, known_file: Path, then: str, last_step: int, batch: int, flush_every: int) -> None:
+def write_points(text: str, known_file: Path, then: str, numbers: tuple[int, int, int]) -> None:
     """Write the points that are missing, up to ``last_step``.
 
-    The caller of an exporter knows only what `flush` returned. Here ``known_file`` has that number, and may be behind.
-    ``then`` is what follows: ``close`` the exporter, or ``wait`` for the kill.
+    The caller of an exporter knows only what `flush` returned. Here ``known_file`` has that number, and may
+    be behind. ``then`` is what follows: ``close`` the exporter, or ``wait`` for the kill. ``numbers`` are
+    the last step, the points of one call of `write`, and the steps between two calls of `flush`.
     """
+    last_step, batch, flush_every = numbers
     known = json.loads(known_file.read_text()) if known_file.exists() else -1
     exporter = parse_exporter("--log-metrics", text)("job-1")
     step = exporter.open(known) + 1
@@ -60,14 +63,14 @@ def write_points(text: str, known_file: Path, then: str, last_step: int, batch: 
 def serve() -> None:
     """Fork a writer for each line, and wait for it."""
     for line in sys.stdin:
-        text, known_file, *others = json.loads(line)
+        text, known_file, then, numbers = json.loads(line)
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 os.setsid()  # the writer is killed with the processes that it starts
                 print("begin", os.getpid(), flush=True)
-                write_points(text, Path(known_file), *others)
+                write_points(text, Path(known_file), then, numbers)
                 status = 0
             except BaseException:  # noqa: BLE001 - the child must not return into the loop
                 traceback.print_exc()

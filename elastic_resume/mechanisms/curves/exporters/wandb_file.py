@@ -1,7 +1,8 @@
 """Read which steps a W&B run file has: W&B for Python can write such files, and only its program reads them.
 
-A ``.wandb`` file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) after seven
-bytes of its own, with one ``Record`` of W&B's protocol per entry. An entry that was not written whole ends it.
+A ``.wandb`` file has seven bytes of its own, then a log of LevelDB with a ``Record`` of W&B's protocol per
+entry: https://github.com/google/leveldb/blob/main/doc/log_format.md. An entry that was not written whole
+ends it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _BLOCK_BYTES = 32768
-_FILE_HEADER = b":W&B"
 _HEADER = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = range(1, 5)
 

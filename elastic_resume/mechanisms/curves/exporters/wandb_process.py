@@ -1,11 +1,12 @@
 """Write points to a W&B run, as a child of the agent: ``python -m …wandb_process PROJECT RUN_ID``.
 
-W&B starts a service, names it in the environment of its process, and ends it for all runs of the process. In the
-agent that would reach the workers and their own runs. So W&B has a process of its own. It gets requests as lines
-of JSON, and answers each with one. When the agent dies, it ends at once, and its service ends with it.
+W&B starts a service, names it in the environment of its process, and ends it for all runs of the process.
+In the agent that would reach the workers and their own runs. So W&B has a process of its own. It gets
+requests as lines of JSON, and answers each with one. When the agent dies, it ends at once, and its service
+with it.
 
-Online, W&B's server knows the last step. Offline there is nobody to ask: the files of the earlier writers of this
-machine are read, and each writer begins a new one. ``wandb sync`` uploads them as one run, in their order.
+Online, W&B's server knows the last step. Offline the files of earlier writers in W&B's directory tell it, and
+each writer begins a new one. ``wandb sync`` uploads them as one run, in their order.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Run:
             x_transaction_log_flush_interval=_FILE_INTERVAL_S,
             x_sync_dir_suffix=f"{time.time_ns() % 10**9:09d}",  # else two starts in a second share a file
         )
-        how = {"resume": "allow"}
+        how: dict[str, Any] = {"resume": "allow"}
         if go_back_to is not None:  # the first is a new run of the same id, which replaces the old one
             how = {} if go_back_to < 0 else {"resume_from": f"{self._run_id}?_step={go_back_to}"}
         project = self._project or None
@@ -69,7 +70,8 @@ class _Run:
         return found if go_back_to is None else min(found, go_back_to)
 
     def write(self, points: Sequence[tuple[int, float, dict[str, float]]]) -> None:
-        assert self._run
+        if self._run is None:
+            raise ValueError("the exporter is closed")
         for step, when, values in points:
             self._run.log({**values, "_timestamp": when}, step=step, commit=True)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -144,7 +144,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     exporter = _open(f"jsonl:{path}")
     exporter.write([Point(0, 1.0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1})])
     exporter.close()
-    row = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
+    row = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert row == {
         "step": 0,
         "time": 1.0,
@@ -219,8 +219,6 @@ def test_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     exporter = _open(f"csv:{path}")
     exporter.write([Point(0, 1.0, {"a": 1.0})])
     whole = path.read_bytes()
-    import resource
-
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))
     try:
@@ -239,9 +237,9 @@ def test_close_may_be_called_again(tmp_path: Path) -> None:
     """Also before `open`, and no descriptor is left."""
     exporter = parse_exporter("--log-metrics", f"csv:{tmp_path / 'loss.csv'}")("job-1")
     exporter.close()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     exporter.open(-1)
     exporter.write([])
     exporter.close()
     exporter.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
