@@ -30,7 +30,7 @@ _FILE_INTERVAL_S = 0.5
 """How often W&B writes its buffer to its file; its default is 15 s."""
 
 
-class _Run:
+class _RunWriter:
     def __init__(self, project: str, run_id: str) -> None:
         self._project = project
         self._run_id = run_id
@@ -107,7 +107,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # those of the terminal or scheduler are for the agent
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
-    run = _Run(*sys.argv[1:])
+    run = _RunWriter(*sys.argv[1:])
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer: dict[str, Any] = {}

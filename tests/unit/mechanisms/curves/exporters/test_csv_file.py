@@ -3,7 +3,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,23 +214,36 @@ def test_foreign_bytes_are_noticed(tmp_path: Path) -> None:
     exporter.close()
 
 
+_FULL_DISK = """
+import resource, signal, sys
+from elastic_resume.errors import MachineError
+from elastic_resume.mechanisms.curves.exporter import Point, parse_exporter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+exporter = parse_exporter("--log-metrics", sys.argv[1])("job-1")
+assert exporter.open(-1) == 0
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), limits[1]))
+try:
+    exporter.write([Point(1, 1.0, {"a": 1.0})])
+    sys.exit("the write succeeded")
+except MachineError as error:
+    assert "cannot write" in str(error), error
+with open(sys.argv[1].partition(":")[2]) as file:
+    assert file.read().endswith("\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+exporter.write([Point(1, 1.0, {"a": 1.0})])
+assert exporter.flush() == 1
+"""
+
+
 def test_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """A write that fails in the middle of a line is taken back, and can be tried again."""
     path = tmp_path / "loss.csv"
     exporter = _open(f"csv:{path}")
     exporter.write([Point(0, 1.0, {"a": 1.0})])
-    whole = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))
-    try:
-        with pytest.raises(MachineError, match="cannot write"):
-            exporter.write([Point(1, 1.0, {"a": 1.0})])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == whole
-    exporter.write([Point(1, 1.0, {"a": 1.0})])
-    assert exporter.flush() == 1
     exporter.close()
+    size = path.stat().st_size
+    subprocess.run([sys.executable, "-c", _FULL_DISK, f"csv:{path}", str(size + 5)], check=True)
     assert list(_read_csv(path)) == [0, 1]
 
 
