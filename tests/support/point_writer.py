@@ -32,6 +32,11 @@ def make_point(step: int) -> Point:
     return Point(step, 1.7e9 + step / 3, values)
 
 
+def _report(verb: str, number: int) -> None:
+    """Write a line to standard output with one system call, which no kill cuts in two."""
+    os.write(1, f"{verb} {number}\n".encode())
+
+
 def write_points(text: str, known_file: Path, then: str, numbers: tuple[int, int, int]) -> None:
     """Write the points that are missing, up to ``last_step``.
 
@@ -43,18 +48,18 @@ def write_points(text: str, known_file: Path, then: str, numbers: tuple[int, int
     known = json.loads(known_file.read_text()) if known_file.exists() else -1
     exporter = parse_exporter("--log-metrics", text)("job-1")
     step = exporter.open(known) + 1
-    print("open", step, flush=True)
+    _report("open", step)
     while step <= last_step:
         points = [make_point(number) for number in range(step, min(step + batch, last_step + 1))]
-        print("write", step, flush=True)
+        _report("write", step)
         exporter.write(points)
         step += len(points)
         if step // flush_every != (step - len(points)) // flush_every:
-            print("flush", step, flush=True)
+            _report("flush", step)
             durable = exporter.flush()
             known_file.with_suffix(".new").write_text(json.dumps(durable))
             known_file.with_suffix(".new").rename(known_file)
-    print(then, step, flush=True)
+    _report(then, step)
     if then == "wait":
         signal.pause()
     exporter.close()
@@ -69,13 +74,13 @@ def serve() -> None:
             status = 1
             try:
                 os.setsid()  # the writer is killed with the processes that it starts
-                print("begin", os.getpid(), flush=True)
+                _report("begin", os.getpid())
                 write_points(text, Path(known_file), then, numbers)
                 status = 0
             except BaseException:  # noqa: BLE001 - the child must not return into the loop
                 traceback.print_exc()
             os._exit(status)
-        print("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        _report("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 if __name__ == "__main__":
