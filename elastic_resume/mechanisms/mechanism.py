@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
+    from elastic_resume.checkpoint.manifest import Position
     from elastic_resume.policy.failure_classification import Failure
+    from elastic_resume.policy.resume_plan import Inventory, ResumePlan
     from elastic_resume.rendezvous.client import RendezvousClient
     from elastic_resume.rendezvous.core.interface import StartWorkers
     from elastic_resume.slots.committer import CheckpointCommitter
@@ -43,6 +45,17 @@ class StepObserver:
 
     def end_step(self, step: int) -> None:
         """Note the end of a step, which is the job's ``step``-th; its snapshot has begun."""
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Note values that the script has logged; they belong to the step that is being computed."""
+
+    def close_step(self) -> None:
+        """Note that the script's work since the last step belongs to that one: an epoch ends, or it saves."""
+
+    def was_finished_before(self, step: int) -> bool:
+        """Return whether ``step`` was finished before, in an earlier generation."""
+        del step
+        return False
 
     def close(self) -> None:
         """Observe no more."""
@@ -73,6 +86,11 @@ class WorkerContext(NamedTuple):
     """Return the JSON value of each rank; a collective."""
     broadcast_tensors: Callable[[Sequence[Tensor], int], None]
     """Overwrite tensors with those of a source rank; a collective."""
+    read_position: Callable[[], Position]
+    plan: ResumePlan
+    """From which state the generation begins."""
+    notes: tuple[tuple[str, Any], ...] = ()
+    """Each node and its note (`Mechanism.make_note`), or None, in the order of ranks."""
 
 
 class ReadingCosts(NamedTuple):
@@ -206,6 +224,11 @@ class Mechanism:
     """What its agents tell the leader, and how the leader judges it."""
     make_observer: Callable[[WorkerContext], StepObserver | None] | None = None
     """It may return None, on all ranks: then it observes nothing in this generation."""
+    make_note: Callable[[Path], Any] | None = None
+    """Return what the local leader of a node's directory tells those of all nodes at a restore; small, and
+    JSON. None: nothing."""
+    pass_over: Callable[[Sequence[Inventory], Sequence[Any]], list[Inventory]] | None = None
+    """Leave out saved states of all nodes, by their notes. Pure, as all ranks call it."""
     make_agent_part: Callable[[AgentContext], AgentPart] | None = None
     needs_setting: str = ""
     """The field of the setting without which agents have no such part, and need not import it."""

@@ -60,6 +60,7 @@ MAX_MODULE_LINES = 800
 # failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted.
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
+    "curves": (r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b", {"training/run.py"}),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (
         r"hang[-_ ]?detector|stack[-_ ]?dump|hang[-_]timeout",
