@@ -1,4 +1,4 @@
-"""The recipes of docs/guides/curves.md and the trackers of ``--log-metrics``, in one job with kills of rank 0.
+"""The recipes of docs/guides/curves.md and the trackers of ``--log-metrics``, in a job whose rank 0 dies.
 
 Both must have each step once, with equal values.
 """

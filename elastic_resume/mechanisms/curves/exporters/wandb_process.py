@@ -63,10 +63,13 @@ class _RunWriter:
         self._reader = StepReader(Path(run.settings.sync_file))
         if not run.offline:
             return run.starting_step - 1
-        found = last_written
+        found = -1
         for earlier in sorted(directory.parent.glob(f"offline-run-*-{self._run_id}-*")):
             if earlier != directory:
-                found = max(found, StepReader(earlier / directory_file(self._run_id)).read())
+                reader = StepReader(earlier / directory_file(self._run_id))
+                last_step = reader.read()
+                found = max(found if reader.restarts_after is None else reader.restarts_after, last_step)
+        found = max(found, last_written)
         return found if go_back_to is None else min(found, go_back_to)
 
     def write(self, points: Sequence[tuple[int, float, dict[str, float]]]) -> None:

@@ -118,6 +118,10 @@ def test_going_back_rewinds_the_run(tmp_path: Path) -> None:
     exporter.write([Point(3, 1.0, {"a": -3.0})])
     exporter.close()
     assert _read(tmp_path) == {0: {"a": 0.0}, 1: {"a": 1.0}, 2: {"a": 2.0}, 3: {"a": -3.0}}
+    for go_back_to, expected in ((None, 3), (-1, -1), (None, -1)):  # what was abandoned does not count
+        exporter, last = _open(-1, go_back_to)
+        assert last == expected
+        exporter.close()
 
 
 @pytest.mark.slow
