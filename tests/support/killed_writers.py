@@ -50,7 +50,7 @@ def write_with_kills(
             numbers = (target, chance.randint(1, 7), chance.randint(1, 20))
             code = _run(
                 server,
-                [text, str(directory / "known"), "close" if is_last else "wait", *numbers],
+                [text, str(directory / "known"), "close" if is_last else "wait", numbers],
                 None if is_last else kill_at,
                 chance,
             )
@@ -59,7 +59,9 @@ def write_with_kills(
         server.stdin.close()
 
 
-def _run(server: subprocess.Popen[str], arguments: list[str | int], kill_at: int | None, chance: random.Random) -> int:
+def _run(
+    server: subprocess.Popen[str], arguments: list[object], kill_at: int | None, chance: random.Random
+) -> int:
     """Run one writer; return its exit code."""
     assert server.stdin
     assert server.stdout

@@ -1,7 +1,8 @@
 """Write points through an exporter until killed, as an agent does; `killed_writers` runs this as a program.
 
-It imports the tracker's library once, and forks a writer for each line on standard input, which has the arguments of
-`write_points` as JSON. Writers print what they do next, and the step; then the program prints how one ended.
+It imports the tracker's library once, and forks a writer for each line on standard input, which has the
+arguments of `write_points` as JSON. Writers print what they do next, and the step; then the program prints
+how one ended.
 """
 
 from __future__ import annotations
@@ -31,27 +32,34 @@ def make_point(step: int) -> Point:
     return Point(step, 1.7e9 + step / 3, values)
 
 
-def write_points(text: str, known_file: Path, then: str, last_step: int, batch: int, flush_every: int) -> None:
+def _report(verb: str, number: int) -> None:
+    """Write a line to standard output with one system call, which no kill cuts in two."""
+    os.write(1, f"{verb} {number}\n".encode())
+
+
+def write_points(text: str, known_file: Path, then: str, numbers: tuple[int, int, int]) -> None:
     """Write the points that are missing, up to ``last_step``.
 
-    The caller of an exporter knows only what `flush` returned. Here ``known_file`` has that number, and may be behind.
-    ``then`` is what follows: ``close`` the exporter, or ``wait`` for the kill.
+    The caller of an exporter knows only what `flush` returned. Here ``known_file`` has that number, and may
+    be behind. ``then`` is what follows: ``close`` the exporter, or ``wait`` for the kill. ``numbers`` are
+    the last step, the points of one call of `write`, and the steps between two calls of `flush`.
     """
+    last_step, batch, flush_every = numbers
     known = json.loads(known_file.read_text()) if known_file.exists() else -1
     exporter = parse_exporter("--log-metrics", text)("job-1")
     step = exporter.open(known) + 1
-    print("open", step, flush=True)
+    _report("open", step)
     while step <= last_step:
         points = [make_point(number) for number in range(step, min(step + batch, last_step + 1))]
-        print("write", step, flush=True)
+        _report("write", step)
         exporter.write(points)
         step += len(points)
         if step // flush_every != (step - len(points)) // flush_every:
-            print("flush", step, flush=True)
+            _report("flush", step)
             durable = exporter.flush()
             known_file.with_suffix(".new").write_text(json.dumps(durable))
             known_file.with_suffix(".new").rename(known_file)
-    print(then, step, flush=True)
+    _report(then, step)
     if then == "wait":
         signal.pause()
     exporter.close()
@@ -60,19 +68,19 @@ def write_points(text: str, known_file: Path, then: str, last_step: int, batch: 
 def serve() -> None:
     """Fork a writer for each line, and wait for it."""
     for line in sys.stdin:
-        text, known_file, *others = json.loads(line)
+        text, known_file, then, numbers = json.loads(line)
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 os.setsid()  # the writer is killed with the processes that it starts
-                print("begin", os.getpid(), flush=True)
-                write_points(text, Path(known_file), *others)
+                _report("begin", os.getpid())
+                write_points(text, Path(known_file), then, numbers)
                 status = 0
             except BaseException:  # noqa: BLE001 - the child must not return into the loop
                 traceback.print_exc()
             os._exit(status)
-        print("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        _report("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Define what writes logged values to a tracker, and which trackers there are.
 
-One agent writes at a time. If it dies, another one opens the tracker again and is given the points that may be
-missing. Each kind is a module of `exporters`, and needs its library only when it is used.
+One agent writes at a time. If it dies, another one opens the tracker again and is given the points that may
+be missing. Each kind is a module of `exporters`, and needs its library only when it is used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Write points to a file with one line per step: CSV or JSON.
 
-The file is repaired, never trusted: a line that a kill has cut is removed at `open`, and what is there counts,
-whatever the earlier writer was known to have written. Lines are appended and synced. A change of earlier
-lines (a new column, the return to an earlier step) replaces the file atomically. A lock keeps two writers
-apart; where locks exclude nobody, a writer notices bytes that it did not write.
+The file is repaired, never trusted: a line that a kill has cut is removed at `open`, and what is there
+counts, whatever the earlier writer was known to have written. Lines are appended and synced. A change of
+earlier lines (a new column, the return to an earlier step) replaces the file atomically. A lock keeps two
+writers apart; where locks exclude nobody, a writer notices bytes that it did not write.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class _LineFile(Exporter):
             raise self._foreign() from error
         if run_id != self._run_id:
             raise ConfigError(
-                f"{self._path} holds the values of run {run_id!r}, and this is run {self._run_id!r}: move the "
-                "file away, or log the values to another one."
+                f"{self._path} holds the values of run {run_id!r}, and this is run {self._run_id!r}: move "
+                "the file away, or log the values to another one."
             )
         return step
 

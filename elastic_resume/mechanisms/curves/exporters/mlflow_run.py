@@ -1,8 +1,8 @@
 """Write points to an MLflow run, which is found again by a tag with the job's run id.
 
-MLflow keeps each value that it is sent, also twice. So `open` reads the history of each metric, and values that
-are there are not sent again. MLflow can remove no value: when the job goes back, a new run gets a copy of the
-values up to that step, and the old one stays as it is, under another tag.
+MLflow keeps each value that it is sent, also twice. So `open` reads the history of each metric, and values
+that are there are not sent again. MLflow can remove no value: when the job goes back, a new run gets a copy
+of the values up to that step, and the old one stays as it is, under another tag.
 
 A file store is written value by value, in the order of a batch, and a kill can leave a part of the last step.
 """
@@ -64,7 +64,7 @@ class MlflowRun(Exporter):
         return self._last_step
 
     def _start_over(self, client: MlflowClient, old: Run, metrics: Sequence[Metric]) -> Run:
-        """Return a new run with these metrics; it gets the tag last, and the newer run with the tag counts."""
+        """Return a new run with these metrics. It gets the tag last; the newest run with the tag counts."""
         name = self._run_id
         new = client.create_run(old.info.experiment_id, run_name=name, tags={_ABANDONED_TAG: name})
         _log(client, new.info.run_id, sorted(metrics, key=lambda metric: metric.step))
@@ -79,7 +79,8 @@ class MlflowRun(Exporter):
         """Send the values of points that are not there."""
         from mlflow.entities import Metric  # noqa: PLC0415 - an extra
 
-        assert self._client
+        if self._client is None:
+            raise ValueError("the exporter is closed")
         metrics = [
             Metric(name, value, int(point.time * 1000), point.step)
             for point in points

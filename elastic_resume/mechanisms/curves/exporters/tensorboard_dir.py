@@ -1,9 +1,9 @@
 """Write points to TensorBoard's event files, in a directory of the job.
 
 Each writer begins a new file with what ``SummaryWriter(purge_step=…)`` writes: the start of a session, at
-which readers drop the steps from there on of the files before. Readers take files in the order of their names,
-which begin with a time. So the name of a new file is later than all that are there, whatever a node's clock
-says. A step is one record: a kill can cut no step in two.
+which readers drop the steps from there on of the files before. Readers take files in the order of their
+names, which begin with a time. So the name of a new file is later than all that are there, whatever a
+node's clock says. A step is one record: a kill can cut no step in two.
 
 `SummaryWriter` is not used, because its thread keeps points that `flush` cannot make durable, its file's name
 has only the clock, and it imports TensorFlow where that is installed.
@@ -58,8 +58,9 @@ class TensorBoardDirectory(Exporter):
         from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
 
         newest = max(map(_find_time, files), default=0)
-        name = f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._path = self._directory / f"{name}.0"
+        stamp = max(int(time.time()), newest + 1)
+        name = f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._path = self._directory / name
         self._descriptor = DISK.create(self._path)
         DISK.sync_dir(self._directory)
         self._records = RecordWriter(_File(self._descriptor, self._path))
@@ -69,7 +70,8 @@ class TensorBoardDirectory(Exporter):
             self._write([Event(wall_time=time.time(), step=self._last_step + 1, session_log=start)])
 
     def _write(self, events: Iterable[Event]) -> None:
-        assert self._records
+        if self._records is None:
+            raise ValueError("the exporter is closed")
         for event in events:
             self._records.write(event.SerializeToString())
 

@@ -1,7 +1,8 @@
 """Read which steps a W&B run file has: W&B for Python can write such files, and only its program reads them.
 
-A ``.wandb`` file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) after seven
-bytes of its own, with one ``Record`` of W&B's protocol per entry. An entry that was not written whole ends it.
+A ``.wandb`` file has seven bytes of its own, then a log of LevelDB with a ``Record`` of W&B's protocol per
+entry: https://github.com/google/leveldb/blob/main/doc/log_format.md. An entry that was not written whole
+ends it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _BLOCK_BYTES = 32768
-_FILE_HEADER = b":W&B"
 _HEADER = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = range(1, 5)
 
@@ -23,6 +23,8 @@ class StepReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.last_step = -1
+        self.restarts_after: int | None = None
+        """The step after which the file drops those of earlier files; None: it continues them."""
         self._offset = _HEADER.size  # of the next whole entry
 
     def read(self) -> int:
@@ -34,8 +36,11 @@ class StepReader:
             kind = record.WhichOneof("record_type")
             if kind == "history":
                 self.last_step = record.history.step.num
-            elif kind == "run" and record.run.HasField("branch_point"):
-                self.last_step = int(record.run.branch_point.value)  # the run went back to it
+            elif kind == "run" and self.last_step < 0:
+                if record.run.HasField("branch_point"):
+                    self.last_step = self.restarts_after = int(record.run.branch_point.value)
+                elif not record.run.resume:
+                    self.restarts_after = -1
         return self.last_step
 
     def _read_entries(self) -> Iterator[bytes]:

@@ -1,11 +1,12 @@
 """Write points to a W&B run, as a child of the agent: ``python -m …wandb_process PROJECT RUN_ID``.
 
-W&B starts a service, names it in the environment of its process, and ends it for all runs of the process. In the
-agent that would reach the workers and their own runs. So W&B has a process of its own. It gets requests as lines
-of JSON, and answers each with one. When the agent dies, it ends at once, and its service ends with it.
+W&B starts a service, names it in the environment of its process, and ends it for all runs of the process.
+In the agent that would reach the workers and their own runs. So W&B has a process of its own. It gets
+requests as lines of JSON, and answers each with one. When the agent dies, it ends at once, and its service
+with it.
 
-Online, W&B's server knows the last step. Offline there is nobody to ask: the files of the earlier writers of this
-machine are read, and each writer begins a new one. ``wandb sync`` uploads them as one run, in their order.
+Online, W&B's server knows the last step. Offline the files of earlier writers in W&B's directory tell it, and
+each writer begins a new one. ``wandb sync`` uploads them as one run, in their order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FILE_INTERVAL_S = 0.5
 """How often W&B writes its buffer to its file; its default is 15 s."""
 
 
-class _Run:
+class _RunWriter:
     def __init__(self, project: str, run_id: str) -> None:
         self._project = project
         self._run_id = run_id
@@ -50,7 +51,7 @@ class _Run:
             x_transaction_log_flush_interval=_FILE_INTERVAL_S,
             x_sync_dir_suffix=f"{time.time_ns() % 10**9:09d}",  # else two starts in a second share a file
         )
-        how = {"resume": "allow"}
+        how: dict[str, Any] = {"resume": "allow"}
         if go_back_to is not None:  # the first is a new run of the same id, which replaces the old one
             how = {} if go_back_to < 0 else {"resume_from": f"{self._run_id}?_step={go_back_to}"}
         project = self._project or None
@@ -62,14 +63,18 @@ class _Run:
         self._reader = StepReader(Path(run.settings.sync_file))
         if not run.offline:
             return run.starting_step - 1
-        found = last_written
+        found = -1
         for earlier in sorted(directory.parent.glob(f"offline-run-*-{self._run_id}-*")):
             if earlier != directory:
-                found = max(found, StepReader(earlier / directory_file(self._run_id)).read())
+                reader = StepReader(earlier / directory_file(self._run_id))
+                last_step = reader.read()
+                found = max(found if reader.restarts_after is None else reader.restarts_after, last_step)
+        found = max(found, last_written)
         return found if go_back_to is None else min(found, go_back_to)
 
     def write(self, points: Sequence[tuple[int, float, dict[str, float]]]) -> None:
-        assert self._run
+        if self._run is None:
+            raise ValueError("the exporter is closed")
         for step, when, values in points:
             self._run.log({**values, "_timestamp": when}, step=step, commit=True)
 
@@ -105,7 +110,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # those of the terminal or scheduler are for the agent
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
-    run = _Run(*sys.argv[1:])
+    run = _RunWriter(*sys.argv[1:])
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer: dict[str, Any] = {}

@@ -48,13 +48,13 @@ class WandbRun(Exporter):
             MachineError: W&B refuses, or the process has ended.
 
         """
-        assert self._process
-        assert self._process.stdin
-        assert self._process.stdout
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise ValueError("the exporter is closed")
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
@@ -77,9 +77,8 @@ class WandbRun(Exporter):
     def close(self) -> None:
         """Finish the run, and wait for W&B's processes, for a limited time."""
         process = self._process
-        if process is None:
+        if process is None or process.stdin is None:
             return
-        assert process.stdin
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(["close"]) + "\n")
             process.stdin.flush()

@@ -3,7 +3,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     exporter = _open(f"jsonl:{path}")
     exporter.write([Point(0, 1.0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1})])
     exporter.close()
-    row = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
+    row = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert row == {
         "step": 0,
         "time": 1.0,
@@ -213,25 +214,36 @@ def test_foreign_bytes_are_noticed(tmp_path: Path) -> None:
     exporter.close()
 
 
+_FULL_DISK = """
+import resource, signal, sys
+from elastic_resume.errors import MachineError
+from elastic_resume.mechanisms.curves.exporter import Point, parse_exporter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+exporter = parse_exporter("--log-metrics", sys.argv[1])("job-1")
+assert exporter.open(-1) == 0
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), limits[1]))
+try:
+    exporter.write([Point(1, 1.0, {"a": 1.0})])
+    sys.exit("the write succeeded")
+except MachineError as error:
+    assert "cannot write" in str(error), error
+with open(sys.argv[1].partition(":")[2]) as file:
+    assert file.read().endswith("\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+exporter.write([Point(1, 1.0, {"a": 1.0})])
+assert exporter.flush() == 1
+"""
+
+
 def test_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """A write that fails in the middle of a line is taken back, and can be tried again."""
     path = tmp_path / "loss.csv"
     exporter = _open(f"csv:{path}")
     exporter.write([Point(0, 1.0, {"a": 1.0})])
-    whole = path.read_bytes()
-    import resource
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))
-    try:
-        with pytest.raises(MachineError, match="cannot write"):
-            exporter.write([Point(1, 1.0, {"a": 1.0})])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == whole
-    exporter.write([Point(1, 1.0, {"a": 1.0})])
-    assert exporter.flush() == 1
     exporter.close()
+    size = path.stat().st_size
+    subprocess.run([sys.executable, "-c", _FULL_DISK, f"csv:{path}", str(size + 5)], check=True)
     assert list(_read_csv(path)) == [0, 1]
 
 
@@ -239,9 +251,9 @@ def test_close_may_be_called_again(tmp_path: Path) -> None:
     """Also before `open`, and no descriptor is left."""
     exporter = parse_exporter("--log-metrics", f"csv:{tmp_path / 'loss.csv'}")("job-1")
     exporter.close()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     exporter.open(-1)
     exporter.write([])
     exporter.close()
     exporter.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.mechanisms.curves.exporter import Point, parse_exporter
+from elastic_resume.mechanisms.curves.exporter import Exporter, Point, parse_exporter
 from tests.support.killed_writers import assert_equal_points, write_with_kills
 
 pytest.importorskip("mlflow")
@@ -21,7 +21,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
 
 
-def _open(directory: Path, go_back_to: int | None = None):
+def _open(directory: Path, go_back_to: int | None = None) -> tuple[Exporter, int]:
     exporter = parse_exporter("--log-metrics", f"mlflow:file://{directory}/mlruns")("job-1")
     return exporter, exporter.open(-1, go_back_to)
 
@@ -70,7 +70,7 @@ def test_more_values_than_one_request_takes(tmp_path: Path) -> None:
 
 
 def test_values_and_names_that_mlflow_does_not_take(tmp_path: Path) -> None:
-    """nan and inf are kept; characters that MLflow refuses become underscores."""
+    """Both nan and inf are kept; characters that MLflow refuses become underscores."""
     exporter, _ = _open(tmp_path)
     exporter.write([Point(0, 1.0, {"a[0], b": math.inf, "train/ä-c.d": math.nan, "e": True})])
     exporter.close()

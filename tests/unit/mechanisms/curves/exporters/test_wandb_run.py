@@ -5,16 +5,18 @@ import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from elastic_resume.errors import MachineError
-from elastic_resume.mechanisms.curves.exporter import Point, parse_exporter
+from elastic_resume.mechanisms.curves.exporter import Exporter, Point, parse_exporter
 from elastic_resume.mechanisms.curves.exporters.wandb_file import StepReader
 from tests.support.killed_writers import assert_equal_points, write_with_kills
 
 pytest.importorskip("wandb")
+from wandb.proto.wandb_internal_pb2 import Record
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +28,12 @@ def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
 
 
-def _open(last_written: int = -1, go_back_to: int | None = None):
+def _open(last_written: int = -1, go_back_to: int | None = None) -> tuple[Exporter, int]:
     exporter = parse_exporter("--log-metrics", "wandb:curves")("job-1")
     return exporter, exporter.open(last_written, go_back_to)
 
 
-def _read_records(file: Path) -> list:
-    from wandb.proto.wandb_internal_pb2 import Record
-
+def _read_records(file: Path) -> list[Any]:
     reader = StepReader(file)
     return [Record.FromString(data) for data in reader._read_entries()]
 
@@ -47,8 +47,12 @@ def _read(directory: Path) -> dict[int, dict[str, float]]:
             if kind == "run" and record.run.HasField("branch_point"):
                 found = {step: found[step] for step in found if step <= record.run.branch_point.value}
             if kind == "history":
-                items = {(item.key or ".".join(item.nested_key)): item.value_json for item in record.history.item}
-                values = {key: float(json.loads(text)) for key, text in items.items() if not key.startswith("_")}
+                items = {
+                    (item.key or ".".join(item.nested_key)): item.value_json for item in record.history.item
+                }
+                values = {
+                    key: float(json.loads(text)) for key, text in items.items() if not key.startswith("_")
+                }
                 assert record.history.step.num == int(items["_step"]) > max(found, default=-1)
                 found[record.history.step.num] = values
     return found
@@ -75,7 +79,9 @@ def test_all_writers_are_one_run_and_leave_no_process(tmp_path: Path) -> None:
         psutil.wait_procs(before, timeout=30)
         assert not [process for process in before if process.is_running()]
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    runs = [next(r.run for r in _read_records(file) if r.WhichOneof("record_type") == "run") for file in files]
+    runs = [
+        next(r.run for r in _read_records(file) if r.WhichOneof("record_type") == "run") for file in files
+    ]
     assert [(run.run_id, run.project, run.resume) for run in runs] == [("job-1", "curves", True)] * 2
     assert "WANDB_SERVICE" not in os.environ
 
@@ -112,10 +118,14 @@ def test_going_back_rewinds_the_run(tmp_path: Path) -> None:
     exporter.write([Point(3, 1.0, {"a": -3.0})])
     exporter.close()
     assert _read(tmp_path) == {0: {"a": 0.0}, 1: {"a": 1.0}, 2: {"a": 2.0}, 3: {"a": -3.0}}
+    for go_back_to, expected in ((None, 3), (-1, -1), (None, -1)):  # what was abandoned does not count
+        exporter, last = _open(-1, go_back_to)
+        assert last == expected
+        exporter.close()
 
 
 @pytest.mark.slow
-def test_dead_process_is_an_error_and_open_begins_a_new_one(tmp_path: Path) -> None:
+def test_dead_process_is_an_error_and_open_begins_a_new_one() -> None:
     """The caller opens the exporter again, and sends again what is missing."""
     exporter, _ = _open()
     exporter.write([Point(0, 1.0, {"a": 1.0})])
@@ -133,5 +143,5 @@ def test_dead_process_is_an_error_and_open_begins_a_new_one(tmp_path: Path) -> N
 def test_what_wandb_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is W&B's own."""
     monkeypatch.setenv("WANDB_MODE", "sideways")
-    with pytest.raises(MachineError, match="W&B refuses the logged values: .*mode"):
+    with pytest.raises(MachineError, match=r"W&B refuses the logged values: .*mode"):
         _open()
