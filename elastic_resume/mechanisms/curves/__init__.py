@@ -28,7 +28,7 @@ CURVES = Mechanism(
         Option(
             "log-metrics",
             "TRACKER,...",
-            "write what run.log() gets to csv:FILE, jsonl:FILE, …",
+            "write what run.log() gets to csv:FILE, tensorboard:DIR, wandb, mlflow",
             lazily("curves.writer", "parse_trackers"),
             has_flag=True,
             details="each step once, whatever dies",

@@ -17,8 +17,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic_resume.background import BackgroundThread, lower_priority
 from elastic_resume.checkpoint.atomic_io import DISK
@@ -44,11 +45,12 @@ BATCH = 1000
 MAX_TRACKERS = 8
 
 
-class Tracker(NamedTuple):
+@dataclass(frozen=True)
+class Tracker:
     """One tracker of the setting."""
 
     text: str
-    make: Callable[[str], Exporter]
+    make: Callable[[str], Exporter] = field(compare=False)
 
 
 def parse_trackers(setting: str, value: object) -> tuple[Tracker, ...] | None:
