@@ -163,8 +163,7 @@ def restore(
     wait = _ArchiveWait(context)
     while True:
         inventories = _list_all_that_counts(context, sources, inventories, wait)
-        candidates = pass_over_states(inventories)
-        plan = proof.plan_with_proof(candidates, context.settings.resume, context.collectives.size)
+        plan = _choose_plan(context, inventories)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)
@@ -200,14 +199,14 @@ def restore(
             f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
         )
     manifest, nodes = loaded.manifest if loaded is not None else None, tuple(context.local_leader_by_node)
-    duration_s = time.monotonic() - started_at
-    abandoned = _find_own_abandoned(context, inventories, plan)
-    notes = _list_notes(inventories)
+    duration_s, abandoned = time.monotonic() - started_at, _find_own_abandoned(context, inventories, plan)
+    notes = tuple((each.node, each.notes) for each in inventories)
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command, abandoned, notes)
 
 
-def _list_notes(inventories: Sequence[Inventory]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple((each.node, each.notes) for each in inventories)
+def _choose_plan(context: RankContext, inventories: Sequence[Inventory]) -> ResumePlan:
+    candidates = pass_over_states(inventories)
+    return proof.plan_with_proof(candidates, context.settings.resume, context.collectives.size)
 
 
 def _record_generation(context: RankContext, node_dir: NodeDir, generation: int, *, on_disk: bool) -> bool:

@@ -28,10 +28,11 @@ CURVES = Mechanism(
         Option(
             "log-metrics",
             "TRACKER,...",
-            "write what run.log() gets to csv:FILE, tensorboard:DIR, wandb, mlflow",
+            "write what run.log() gets to these trackers",
             lazily("curves.writer", "parse_trackers"),
             has_flag=True,
-            details="each step once, whatever dies",
+            details="csv:FILE, jsonl:FILE, tensorboard:DIR, wandb, wandb:PROJECT, mlflow, mlflow:URI; each "
+            "step once, whatever dies",
             default_help="off",
         ),
     ),
