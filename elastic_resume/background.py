@@ -72,6 +72,12 @@ class BackgroundThread:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def join(self, timeout_s: float) -> bool:
+        """Wait at most ``timeout_s`` until ``work`` has returned None; return whether it has."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         wait_s: float | None = 0.0
         while wait_s is not None and not self._closing.wait(wait_s):

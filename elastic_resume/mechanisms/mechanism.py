@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
+    from elastic_resume.checkpoint.manifest import Position
     from elastic_resume.policy.failure_classification import Failure
+    from elastic_resume.policy.resume_plan import Inventory, ResumePlan
     from elastic_resume.rendezvous.client import RendezvousClient
     from elastic_resume.rendezvous.core.interface import StartWorkers
     from elastic_resume.slots.committer import CheckpointCommitter
@@ -76,6 +78,17 @@ class StepObserver:
         del requested_at
         return True
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Note values that the script has logged; they belong to the step that is being computed."""
+
+    def close_step(self) -> None:
+        """Note that the script's work since the last step belongs to that one: an epoch ends, or it saves."""
+
+    def was_finished_before(self, step: int) -> bool:
+        """Return whether ``step`` was finished before, in an earlier generation."""
+        del step
+        return False
+
     def close(self) -> None:
         """Observe no more."""
 
@@ -100,13 +113,18 @@ class WorkerContext(NamedTuple):
     emit: Callable[..., Any]
     """It takes an event's kind and fields."""
     record: Callable[[int], None]
-    """Record a number for the mechanism's part in the agent (`AgentContext.measurement_index`)."""
+    """Record a number for the mechanism's part in the agent, if it `is_measuring`."""
     count_collectives: Callable[[], int]
     """Count those that this rank has started in the default group; 0 if unknown."""
     gather: Callable[[Any], list[Any]]
     """Return the JSON value of each rank; a collective."""
     broadcast_tensors: Callable[[Sequence[Tensor], int], None]
     """Overwrite tensors with those of a source rank; a collective."""
+    read_position: Callable[[], Position]
+    plan: ResumePlan
+    """From which state the generation begins."""
+    notes: tuple[tuple[str, Any], ...] = ()
+    """Each node and its note (`Mechanism.make_note`), or None, in the order of ranks."""
 
 
 class ReadingCosts(NamedTuple):
@@ -150,7 +168,7 @@ class AgentContext(NamedTuple):
     is_parked: Callable[[int], bool]
     """Return whether the worker of a local rank waits for its next generation."""
     measurement_index: int = -1
-    """With a step observer: where `ProgressRecord.measurements` has its number."""
+    """If it `is_measuring`: where `ProgressRecord.measurements` has its number."""
     summarize_event: Callable[[Event], EventSummary | None] = lambda _: None
     """Return what the report says about an event; None if it says nothing."""
 
@@ -256,6 +274,13 @@ class Mechanism:
     """What its agents tell the leader, and how the leader judges it."""
     make_observer: Callable[[WorkerContext], StepObserver | None] | None = None
     """It may return None, on all ranks: then it observes nothing in this generation."""
+    make_note: Callable[[Path], Any] | None = None
+    """Return what the local leader of a node's directory tells those of all nodes at a restore; small, and
+    JSON. None: nothing."""
+    pass_over: Callable[[Sequence[Inventory], Sequence[Any]], list[Inventory]] | None = None
+    """Leave out saved states of all nodes, by their notes. Pure, as all ranks call it."""
+    is_measuring: bool = False
+    """Whether its observer records a number for its part of the agent; four mechanisms may."""
     make_agent_part: Callable[[AgentContext], AgentPart] | None = None
     needs_setting: str = ""
     """The field of the setting without which agents have no such part, and need not import it."""

@@ -100,9 +100,9 @@ class Inventory:
     deleted. ``own_generation`` is the newest of this job that has ended; ``generation`` counts all that the
     node has seen. ``archive`` is the address that it was given, empty without one. ``resume_from`` is its
     request to go back; see `going_back`. ``has_restarted`` (this start has resumed before) and ``command``
-    (script and arguments of the last start) concern the start. The last three are for `proof`: whether the
+    (script and arguments of the last start) concern the start. The next three are for `proof`: whether the
     node wants one, with any number of ranks too, and the version of the newest state that was to be computed
-    again.
+    again. ``notes`` are those of mechanisms, as JSON.
     """
 
     node: str
@@ -122,6 +122,7 @@ class Inventory:
     wants_proof: bool = False
     proves_any_size: bool = False
     replayed_version: tuple[int, int] = (0, 0)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

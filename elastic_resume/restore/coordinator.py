@@ -50,6 +50,7 @@ from elastic_resume.errors import (
     UnreadableError,
     UntrackableError,
 )
+from elastic_resume.mechanisms.registry import pass_over_states
 from elastic_resume.policy import going_back, proof, reasons, resume_plan
 from elastic_resume.policy.resume_plan import (
     ARCHIVE,
@@ -112,6 +113,7 @@ class ResumeResult:
     on_disk: bool = False  # the node's own disk holds the fully verified state
     earlier_command: tuple[str, ...] | None = None
     abandoned: tuple[SavedState, ...] = ()  # on this node's disk: see `move_abandoned_aside`
+    notes: tuple[tuple[str, tuple[str, ...]], ...] = ()  # each node, and those of its mechanisms
 
     @property
     def committed_step(self) -> int:
@@ -161,7 +163,7 @@ def restore(
     wait = _ArchiveWait(context)
     while True:
         inventories = _list_all_that_counts(context, sources, inventories, wait)
-        plan = proof.plan_with_proof(inventories, context.settings.resume, context.collectives.size)
+        plan = _choose_plan(context, inventories)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_first_state(context, flat, tracked)
@@ -197,9 +199,14 @@ def restore(
             f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
         )
     manifest, nodes = loaded.manifest if loaded is not None else None, tuple(context.local_leader_by_node)
-    duration_s = time.monotonic() - started_at
-    abandoned = _find_own_abandoned(context, inventories, plan)
-    return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command, abandoned)
+    duration_s, abandoned = time.monotonic() - started_at, _find_own_abandoned(context, inventories, plan)
+    notes = tuple((each.node, each.notes) for each in inventories)
+    return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command, abandoned, notes)
+
+
+def _choose_plan(context: RankContext, inventories: Sequence[Inventory]) -> ResumePlan:
+    candidates = pass_over_states(inventories)
+    return proof.plan_with_proof(candidates, context.settings.resume, context.collectives.size)
 
 
 def _record_generation(context: RankContext, node_dir: NodeDir, generation: int, *, on_disk: bool) -> bool:

@@ -38,6 +38,7 @@ from elastic_resume.errors import (
     TornError,
     UnreadableError,
 )
+from elastic_resume.mechanisms.registry import make_notes
 from elastic_resume.policy import going_back
 from elastic_resume.policy.resume_plan import (
     ARCHIVE,
@@ -540,6 +541,7 @@ def take_inventory(
         last_world_size=last_world_size or None,
         has_restarted=last_launcher == rank_context.launcher_id(),
         command=tuple(command),
+        notes=make_notes(context.node_dir),
     )
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,7 +203,7 @@ class Generation:
         cleanup.callback(self.bucket_order.close)
         cleanup.callback(self.heartbeat.close)
         worker_context, record = self._describe_for_observers(), self.heartbeat.set_measurement
-        self._observers = make_step_observers(worker_context, record)
+        self._observers = make_step_observers(worker_context, record, result.notes)
         for observer in self._observers:
             cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
@@ -230,6 +230,8 @@ class Generation:
             count_collectives=count_collectives,
             gather=collectives.gather,
             broadcast_tensors=collectives.broadcast_tensors,
+            read_position=lambda: self.progress.position,
+            plan=self.plan,
         )
 
     def _leave_abandoned_history(self, result: ResumeResult) -> None:
@@ -290,11 +292,24 @@ class Generation:
         # A step counts as finished only now, when its snapshot has begun: a process that dies earlier leaves
         # no copy of it, and its peers may be stopped before they have one.
         self._record_step(position)
-        if is_drained:
-            self.drain_request.terminate_process()
         for observer in self._observers:
             observer.end_step(position.step)
+        if is_drained:
+            self.drain_request.terminate_process()
         self.first_steps.end_step()
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Hand values that the script has logged to the mechanisms."""
+        for observer in self._observers:
+            observer.log(values)
+
+    def was_finished_before(self, step: int) -> bool:
+        """Return whether an earlier generation has finished a step."""
+        return any(observer.was_finished_before(step) for observer in self._observers)
+
+    def _close_step(self) -> None:
+        for observer in self._observers:
+            observer.close_step()
 
     def _record_step(self, position: Position) -> None:
         self.heartbeat.finish_step(position.step)
@@ -309,6 +324,7 @@ class Generation:
     def end_epoch(self) -> None:
         """Count the epoch; save if a save is due, as `finish_step` does."""
         self.progress.end_epoch()
+        self._close_step()
         self.receive_from_ranks()
         if self._save_if_due():
             self.drain_request.terminate_process()
@@ -331,6 +347,7 @@ class Generation:
 
     def save(self, milestone: Milestone | None = None) -> Path | None:
         """Commit the state now, as a milestone if one is given: see `Run.save`."""
+        self._close_step()
         if not (self.context.is_local_leader or self.snapshot_scheduler.is_sharded):
             return None
         if self.replay is not None:  # a newer state is saved, and this one may prove wrong

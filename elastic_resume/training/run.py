@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -364,6 +364,28 @@ class Run:
         if self._must_check_wrappers:
             self._check_wrappers()
         self._generation.finish_step(skipped)
+
+    def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        """Log values of the step that is being computed, for ``--log-metrics``: ``run.log(loss=loss)``.
+
+        The trackers get each step once, whatever dies. Call it before `step`; rank 0's values count. What is
+        logged after an epoch's last step, such as an evaluation, belongs to that step. Several calls in a
+        step merge. Keys that are no names: ``run.log({"train/loss": loss})``.
+
+        Args:
+            values: numbers by name. Of a tensor with one element the value is read, for which the CPU waits.
+            more: the same, as keywords.
+
+        Raises:
+            UsageError: a value is no number; on rank 0, with ``--log-metrics``.
+
+        """
+        self._generation.log({**values, **more} if values else more)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the step that is being computed was finished before a restart, and is computed again."""
+        return self._generation.was_finished_before(self._generation.progress.position.step + 1)
 
     def micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of ``loader`` if one optimizer step reads several of them (``micro_batch=``).

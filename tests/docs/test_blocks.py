@@ -73,6 +73,7 @@ NOT_RUN = (
     ("llamafactory-cli", "sh", "needs LLaMA-Factory"),
     (r"--on-event|python slack\.py", "sh", "sends messages; unit/mechanisms/on_event/test_page.py"),
     ("s3://", "sh", "needs a bucket; integration/test_archive.py and test_archived_jobs.py"),
+    ("MlflowClient", "python", "integration/test_own_loggers.py runs such a script"),
     ("--metrics", "sh", "opens a port for all networks; unit/report/test_metrics.py"),
 )  # fmt: skip
 # Replaced in all blocks, because the machine has two cores and the test should end soon.

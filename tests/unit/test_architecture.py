@@ -70,6 +70,7 @@ MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
     "compile_cache": (r"compile[-_ ]?cache|compile artifacts", {"config_file.py"}),
     "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
+    "curves": (r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b", {"training/run.py"}),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (
         r"hang[-_ ]?detector|stack[-_ ]?dump|hang[-_]timeout",

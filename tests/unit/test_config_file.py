@@ -77,7 +77,7 @@ VALUES: dict[str, str] = {
     "virtual-local-rank": "on", "ckpt-dir": "/x",  "save-every": "30s", "snapshot-every": "off", "keep": "5",
     "resume": "must", "resume-from": "best", "prove": "always", "node-timeout": "5s", "hang-timeout": "2m",
     "grace": "9", "preload": "[json, math]", "metrics": "127.0.0.1:9400", "quiet": "yes", "node-name": "a",
-    "on-event": "/bin/true now",
+    "on-event": "/bin/true now", "log-metrics": "csv:/x/loss.csv",
     "snapshot-memory": "4GB", "check-replicas": "50", "drain-signals": "[SIGTERM, SIGUSR2]",
     "max-no-progress": "7", "exclude-after": "2", "no-warm": "true", "preemption-notice": "aws",
     "share-compile-cache": "true",

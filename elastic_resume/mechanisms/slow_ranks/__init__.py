@@ -17,6 +17,7 @@ from elastic_resume.mechanisms.slow_ranks import description, judge
 SLOW_RANKS = Mechanism(
     topic=judge.OWN_TIMES,
     make_observer=lazily("slow_ranks.own_time", "observe"),
+    is_measuring=True,
     make_agent_part=lazily("slow_ranks.reporter", "SlowRankReporter"),
     alerts=description.ALERTS,
     status=description.STATUS,

@@ -1,0 +1,164 @@
+"""Record in rank 0's worker what the script logs, and tell the agents where it is to be found.
+
+The values of a step are kept until the step's end and then written as one line, which outlives the worker at
+once (`journal`). A state counts as resumable only with its step's line (`notes`), so no line is missing: a
+worker that dies before it has written one computes the step again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_resume.errors import UsageError
+from elastic_resume.mechanisms.curves import journal, notes
+from elastic_resume.mechanisms.mechanism import StepObserver, WorkerContext
+
+logger = logging.getLogger(__name__)
+
+MAX_KEY_CHARS = 200
+MAX_KEYS = 1000
+"""Of one step; MLflow takes as many in one request."""
+
+
+def observe(context: WorkerContext) -> StepObserver:
+    """Return the recorder of rank 0 if this job records, and for other ranks what knows recomputed steps."""
+    first = notes.find_recorder(context.notes)
+    recomputed = notes.find_recomputed(context.notes, context.plan)
+    if context.local_rank == 0:
+        notes.write_recomputed(context.node_dir, recomputed, context.plan)
+    if first is None:
+        return RecomputedSteps(recomputed)
+    if context.local_rank == 0:
+        _begin_file(context)
+        notes.send_to_agent(context.node_dir, notes.name_copier(context.notes, context.node_dir, first))
+    if context.rank != 0:
+        return RecomputedSteps(recomputed)
+    return Recorder(context, recomputed)
+
+
+def _begin_file(context: WorkerContext) -> None:
+    """Write the first line of the generation's file, the same on all nodes."""
+    plan, position = context.plan, context.read_position()
+    path = journal.record_path(context.node_dir, context.generation)
+    line = journal.format_begin(
+        journal.Moment(position.step, position.epoch), plan.source_generation, goes_back=plan.goes_back
+    )
+    try:
+        path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        os.write(descriptor, line)
+        os.close(descriptor)
+    except FileExistsError:  # the agent has copied it already
+        pass
+    except OSError as error:
+        logger.warning("values that run.log() gets cannot be recorded in %s: %s", path, error.strerror)
+
+
+class RecomputedSteps(StepObserver):
+    """Knows which steps were finished before, in a generation that goes on from an earlier one."""
+
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
+
+    def was_finished_before(self, step: int) -> bool:
+        """See StepObserver."""
+        return step <= self._last_step
+
+
+class Recorder(RecomputedSteps):
+    """The values of one generation, in rank 0's worker."""
+
+    def __init__(self, context: WorkerContext, recomputed: int) -> None:
+        super().__init__(recomputed)
+        self._emit = context.emit
+        self._read_position = context.read_position
+        self._values: dict[str, float] = {}
+        self._path = journal.record_path(context.node_dir, context.generation)
+        self._wake = notes.connect_to_agent(context.node_dir)
+        self._descriptor = -1
+        self._open()
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Keep values of the step that is being computed.
+
+        Raises:
+            UsageError: a key or a value is of another kind, or there are too many.
+
+        """
+        own = self._values
+        for key, value in values.items():
+            own[key] = value if type(value) is float else _to_number(key, value)
+            if len(key) > MAX_KEY_CHARS:
+                raise UsageError(f"run.log: the key {key[:50]!r}… has more than {MAX_KEY_CHARS} characters.")
+        if len(own) > MAX_KEYS:
+            raise UsageError(f"run.log: a step has {len(own)} keys, and {MAX_KEYS} is the most.")
+
+    def end_step(self, step: int) -> None:
+        """Write the line of a step."""
+        self._write(step)
+
+    def close_step(self) -> None:
+        """Write what was logged after the last step: it belongs to that one."""
+        self._write(self._read_position().step)
+
+    def close(self) -> None:
+        """Write no more. What was logged in an unfinished step is dropped, and computed again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._wake is not None:
+            self._wake.close()
+            self._wake = None
+
+    def _open(self) -> None:
+        try:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        except OSError as error:
+            self._give_up(error)
+
+    def _write(self, step: int) -> None:
+        if self._descriptor < 0:
+            return
+        values, self._values = self._values, {}
+        line = journal.format_line([step, self._read_position().epoch, round(time.time(), 3), values])
+        try:
+            if os.write(self._descriptor, line) != len(line):
+                raise OSError(0, "the disk is full")  # noqa: TRY301
+        except OSError as error:
+            self._give_up(error)
+            return
+        if self._wake is not None:
+            notes.wake(self._wake)
+
+    def _give_up(self, error: OSError) -> None:
+        """Stop recording in this generation, because a line that is missing would look like none."""
+        self.close()
+        logger.warning(
+            "values that run.log() gets are not recorded until the next restart: %s: %s",
+            self._path,
+            error.strerror,
+        )
+        self._emit("curves-lost", error=str(error.strerror))
+
+
+def _to_number(key: Any, value: Any) -> float:
+    """Return a number as a float; a tensor waits for its device."""
+    if not isinstance(key, str) or not key:
+        raise UsageError(f"run.log: {key!r} is no key; write a text that is not empty.")
+    if getattr(value, "numel", None) is not None and value.numel() == 1:
+        value = value.item()
+    try:
+        number = float(value) if not isinstance(value, (str, bytes)) else None
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None:
+        raise UsageError(
+            f"run.log: the value of {key!r} is of the type {type(value).__name__}; write a number, or a "
+            "tensor with one element."
+        )
+    return number if not math.isnan(number) else math.nan
