@@ -139,9 +139,8 @@ def format_help() -> str:
         *(line for title, entries in GROUPS.items() for line in ("", f"{title}:", *_format_group(entries))),
         "",
         textwrap.fill(times, HELP_WIDTH, break_on_hyphens=False),
-        "A setting of ours is a flag (--keep 5), a variable (ELASTIC_RESUME_KEEP=5) or a",
-        "line of the --config file (keep: 5), in this order. An argument of er.resume()",
-        "(keep=5) beats them all.",
+        "A setting is a flag (--keep 5), a variable (ELASTIC_RESUME_KEEP=5) or a line of",
+        "the --config file (keep: 5), in this order; er.resume(keep=5) beats them all.",
         f"Settings without a flag: {PROG} --help-all",
         "",
     ])  # fmt: skip

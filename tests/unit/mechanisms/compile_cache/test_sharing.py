@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from elastic_resume.mechanisms.compile_cache import COMPILE_CACHE, artifact_file
 from elastic_resume.mechanisms.compile_cache.artifact_file import ArtifactFile, Origin
 from elastic_resume.mechanisms.compile_cache.sharing import CompileCache, Offer, Sending, plan_sendings
 from elastic_resume.mechanisms.mechanism import WorkerContext
+from tests.support.agent_parts import make_worker_context
 from tests.support.thread_ranks import ThreadCollectives, run_ranks
 
 ARTIFACTS = bytes(range(256)) * 4
@@ -80,25 +81,21 @@ def make_context(
     directory: Path, collectives: ThreadCollectives, events: list[Event], *, local_rank: int = 0
 ) -> WorkerContext:
     """Return the context of a rank on a node of its own, or of the second one on a node."""
-    nothing = cast("Any", None)
 
     def broadcast(tensors: Any, source_rank: int) -> None:
         for tensor in tensors:
             assert tensor.nbytes <= sharing.PIECE_BYTES
             collectives.broadcast(tensor, source_rank)
 
-    return WorkerContext(
+    return make_worker_context(
+        node_dir(directory, collectives.rank - local_rank),
         rank=collectives.rank,
         local_rank=local_rank,
         world_size=collectives.size,
         generation=2,
         step=7,
-        node_dir=node_dir(directory, collectives.rank - local_rank),
         settings={"share_compile_cache": True},
-        tracked={},
         emit=lambda kind, **fields: events.append((kind, fields)),
-        record=nothing,
-        count_collectives=nothing,
         gather=collectives.gather,
         broadcast_tensors=broadcast,
     )

@@ -17,8 +17,8 @@ from elastic_resume.errors import HardwareError
 from elastic_resume.events import EventLog
 from elastic_resume.mechanisms.compute_check.check import ComputeCheck
 from elastic_resume.mechanisms.compute_check.computation import sum_rows
-from elastic_resume.mechanisms.mechanism import WorkerContext
 from elastic_resume.training.wrong_gradients import flip_gradients
+from tests.support.agent_parts import make_worker_context
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -42,20 +42,13 @@ class Job:
     def __post_init__(self) -> None:
         self.log = EventLog(self.directory / "events.jsonl")
         self.check = ComputeCheck(
-            WorkerContext(
-                rank=0,
-                local_rank=0,
+            make_worker_context(
+                self.directory,
                 world_size=self.world_size,
-                generation=1,
                 step=self.step,
-                node_dir=self.directory,
-                settings={},
-                tracked={},
                 emit=self.emit,
-                record=lambda _: None,
                 count_collectives=lambda: self.collectives,
                 gather=lambda value: [self.answer(rank, value) for rank in range(self.world_size)],
-                broadcast_tensors=lambda *_: None,
             ),
             self.every,
         )

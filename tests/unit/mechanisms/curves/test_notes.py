@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from elastic_resume.mechanisms.curves import notes
@@ -20,7 +22,7 @@ def note(*closed: tuple[int, int, int]) -> object:
     return [ENDPOINT, closed, (0, 0)]
 
 
-CASES = {
+CASES: dict[str, tuple[list[SavedState], list[Any], tuple[int, int, int]]] = {
     "recorded": ([state(1, 9), state(1, 8)], [note((1, 9, 0))], (1, 9, 0)),
     "on another node": ([state(1, 9), state(1, 8)], [note((1, 7, 0)), note((1, 9, 0))], (1, 9, 0)),
     "one ahead": ([state(1, 9), state(1, 8)], [note((1, 8, 0))], (1, 8, 0)),
@@ -45,7 +47,8 @@ def test_newest_state_with_its_values_is_left(case: str) -> None:
 
 def test_rank_0_node_records_if_its_agent_does() -> None:
     """Notes are in the order of ranks."""
-    with_agent, without = [ENDPOINT, [], (0, 0)], [None, [], (0, 0)]
+    with_agent: list[object] = [ENDPOINT, [], (0, 0)]
+    without: list[object] = [None, [], (0, 0)]
     assert notes.find_recorder([("n1", with_agent), ("n0", without)]) == "n1"
     assert notes.find_recorder([("n1", without), ("n0", with_agent)]) is None
     assert notes.find_recorder([("n1", None), ("n0", with_agent)]) is None
@@ -55,7 +58,7 @@ def test_rank_0_node_records_if_its_agent_does() -> None:
 def test_recomputed_steps_outlive_generations_that_do_not_reach_them() -> None:
     """Of all that was finished before, unless the job goes back on purpose."""
     plan = ResumePlan("resumed", generation=3, step=90, recomputed_steps=5)
-    earlier = [("n0", None), ("n1", [None, [], (2, 100)])]
+    earlier: list[tuple[str, object]] = [("n0", None), ("n1", [None, [], (2, 100)])]
     assert notes.find_recomputed(earlier, plan) == 100
     assert notes.find_recomputed([("n0", None)], plan) == 95
     back = ResumePlan("resumed", generation=3, step=90, goes_back=True)
