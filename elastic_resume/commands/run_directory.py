@@ -104,6 +104,7 @@ def report(args: argparse.Namespace) -> int:
         loaded.events,
         checkpoint_entries=[*loaded.checkpoints, *archived],
         stacks=loaded.stacks,
+        charts=loaded.charts,
         problems=loaded.problems,
         now=time.time(),
         boot_stamp=events.boot_fields(),

@@ -247,6 +247,16 @@ class ReportLine(NamedTuple):
     """It takes these events by time, and the Unix time of the run's end."""
 
 
+class Chart(NamedTuple):
+    """A number by step, for the report's page."""
+
+    name: str
+    points: Sequence[tuple[int, float]]
+    """In the order of steps, each once; a value may be nan or infinite."""
+    restarts: Sequence[int]
+    """The steps at which later generations began."""
+
+
 class StatusMember(NamedTuple):
     """A member of each node in `status`; its kind is a frozen dataclass."""
 
@@ -288,6 +298,8 @@ class Mechanism:
     """Whether the agent's part reads a snapshot of this step (`CheckpointCommitter.offer_snapshot`)."""
     alerts: tuple[AlertKind, ...] = ()
     report_line: ReportLine | None = None
+    load_charts: Callable[[Sequence[Path]], list[Chart]] | None = None
+    """Return the charts of a run from the directories of its nodes."""
     status: StatusMember | None = None
     gauge: Gauge | None = None
     options: tuple[Option, ...] = ()

@@ -22,6 +22,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from elastic_resume import __version__
+from elastic_resume.mechanisms.mechanism import Chart
 from elastic_resume.report import checkpoints, summary
 from elastic_resume.report.alerts import describe_recurrence
 from elastic_resume.report.event_log import ParsedEvent
@@ -51,6 +52,7 @@ MAX_CHECKPOINT_STEPS = 200
 MAX_LANES = 64
 MAX_GENERATIONS = 100  # limit of generations in the timeline
 MAX_MARKS = 60  # limit of marks of one kind in one lane
+CHART_COLUMNS = 400  # a chart has at most two points in each
 AXIS_HEIGHT, WORLD_HEIGHT = 20, 40  # pixels
 
 INCIDENT, FAULT, ALERT, CHECKPOINT = "incident", "fault", "alert", "checkpoint"
@@ -92,6 +94,7 @@ def render_page(report: RunReport, title: str = "") -> str:
         downtime_note=(summary.DOWNTIME_NOTE.capitalize() + ".") if report.downtimes else "",
         goodput=_bar_parts((kind, GOODPUT_LABELS[kind], value) for kind, value in report.goodput.parts),
         timeline=_draw_timeline(report),
+        charts=[drawn for chart in report.charts if (drawn := _draw_chart(chart)) is not None],
         generations=_generation_rows(report),
         faults=_split_table(report.faults, later),
         alerts=_split_table(report.alerts, later),
@@ -463,3 +466,42 @@ def _place_marks(
         (scale.position(mark.t), f"{y_by_kind.get(mark.kind, bar_y + bar_height / 2):g}", mark)
         for mark in clusters
     ]
+
+
+# ---- charts --------------------------------------------------------------------------------------------
+
+
+def _draw_chart(chart: Chart) -> dict[str, Any] | None:
+    """Return a chart with positions from 0 to 1, from the top left; None if no value is finite."""
+    finite = [(step, value) for step, value in chart.points if math.isfinite(value)]
+    if not finite:
+        return None
+    first, last = finite[0][0], finite[-1][0]
+    low, high = min(value for _, value in finite), max(value for _, value in finite)
+    width, height = max(1, last - first), (high - low) or 1.0
+    return {
+        "name": chart.name,
+        "line": [
+            ((step - first) / width, 1 - (value - low) / height if high > low else 0.5)
+            for step, value in thin_out(finite)
+        ],
+        "restarts": [(step - first) / width for step in chart.restarts if first <= step <= last],
+        "range": f"{low:.4g} to {high:.4g}, last {finite[-1][1]:.4g}",
+        "steps": f"steps {first} to {last}" if last > first else f"step {first}",
+        "unusual": len(chart.points) - len(finite),
+    }
+
+
+def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the smallest and the greatest value of each column, so that no spike is lost."""
+    if len(points) <= 2 * CHART_COLUMNS:
+        return list(points)
+    first, width = points[0][0], points[-1][0] - points[0][0] + 1
+    columns: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for step, value in points:
+        columns[(step - first) * CHART_COLUMNS // width].append((step, value))
+    chosen = []
+    for column in columns.values():
+        ends = {min(column, key=lambda point: point[1]), max(column, key=lambda point: point[1])}
+        chosen += sorted(ends)
+    return chosen

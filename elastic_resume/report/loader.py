@@ -17,6 +17,8 @@ from pathlib import Path
 from elastic_resume import constants, events
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
+from elastic_resume.mechanisms.mechanism import Chart
+from elastic_resume.mechanisms.registry import CHART_LOADERS
 from elastic_resume.report import checkpoints
 from elastic_resume.report.checkpoints import CheckpointEntry, FoundNodeDir, FoundPath
 
@@ -26,11 +28,12 @@ MAX_STACKS_BYTES = 256 * 1024
 
 @dataclass
 class LoadedRun:
-    """What was loaded. ``stacks`` are hang reports by NODE/FILE."""
+    """What was loaded. ``stacks`` are hang reports by NODE/FILE, ``charts`` those of mechanisms."""
 
     events: list[Event] = field(default_factory=list)
     checkpoints: list[CheckpointEntry] = field(default_factory=list)
     stacks: dict[str, str] = field(default_factory=dict)
+    charts: list[Chart] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -54,6 +57,7 @@ def load_run(paths: Sequence[Path]) -> LoadedRun:
         for node_dir in found.values()
     )
     _load_stacks(node_dirs, loaded)
+    loaded.charts = [chart for load in CHART_LOADERS for chart in load([each.path for each in node_dirs])]
     loaded.checkpoints = list(checkpoints.list_checkpoints(FoundPath(Path(), "run", node_dirs)))
     unread = [entry for entry in loaded.checkpoints if entry.generation is None and entry.state == "bad"]
     loaded.problems += [f"{entry.path}: left out: {entry.reason}" for entry in unread]

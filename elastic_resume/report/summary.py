@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from elastic_resume.events import Event, get_boot_time
+from elastic_resume.mechanisms.mechanism import Chart
 from elastic_resume.mechanisms.registry import ALERTS, REPORT_LINES
 from elastic_resume.report import alerts, checkpoints, event_log, goodput
 from elastic_resume.report.alerts import BAD, Alert, describe_recurrence
@@ -220,7 +221,7 @@ class RunReport:
     """Everything that a report shows of one run.
 
     ``downtimes`` are by the number of the generation that ended. ``silent_s`` is the time since the last
-    event, if the present is known. ``stacks`` are hang reports by NODE/FILE.
+    event, if the present is known. ``stacks`` are hang reports by NODE/FILE. ``charts`` are for the page.
     """
 
     run_id: str
@@ -237,6 +238,7 @@ class RunReport:
     faults: tuple[InjectedFault, ...]
     checkpoints: tuple[CheckpointEntry, ...]
     stacks: Mapping[str, str]
+    charts: tuple[Chart, ...]
     problems: tuple[str, ...]
     timeline: EventTimeline = field(repr=False)
     slices: tuple[TimeSlice, ...] = field(repr=False)
@@ -266,6 +268,7 @@ def build_run_report(
     *,
     checkpoint_entries: Sequence[CheckpointEntry] = (),
     stacks: Mapping[str, str] | None = None,
+    charts: Sequence[Chart] = (),
     problems: Sequence[str] = (),
     now: float | None = None,
     boot_stamp: Event | None = None,
@@ -304,6 +307,7 @@ def build_run_report(
         faults=_collect_faults(timeline, generation_times),
         checkpoints=tuple(checkpoint_entries),
         stacks=stacks or {},
+        charts=tuple(charts),
         problems=tuple(problems),
         timeline=timeline,
         slices=slices,

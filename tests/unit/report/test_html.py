@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from html.parser import HTMLParser
 
 import pytest
 
+from elastic_resume.mechanisms.mechanism import Chart
 from elastic_resume.report import html, summary
 from tests.support.report_runs import Job
 
@@ -78,3 +80,34 @@ def test_terminal_cuts_long_exception_message() -> None:
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "x" * 35_000)
     assert len(summary.format_text(summary.build_run_report(job.events))) < 4000
+
+
+def test_chart_has_every_spike_and_names_what_it_cannot_draw() -> None:
+    """A column of several points keeps its smallest and its greatest; nan has no place."""
+    points = [(step, 100.0 if step == 5001 else float(step % 7)) for step in range(1, 10_001)]
+    drawn = html._draw_chart(Chart("loss", [*points, (10_001, math.nan)], [0, 5000]))
+    assert drawn is not None
+    assert len(drawn["line"]) <= 2 * html.CHART_COLUMNS
+    assert min(drawn["line"], key=lambda place: place[1]) == (5000 / 9999, 0.0)
+    assert drawn["line"] == sorted(drawn["line"], key=lambda place: place[0])
+    assert drawn["restarts"] == [4999 / 9999]
+    assert (drawn["range"], drawn["steps"]) == ("0 to 100, last 4", "steps 1 to 10000")
+    assert drawn["unusual"] == 1
+    assert html._draw_chart(Chart("lr", [(3, 0.1), (4, 0.1)], [])) == {
+        "name": "lr",
+        "line": [(0.0, 0.5), (1.0, 0.5)],
+        "restarts": [],
+        "range": "0.1 to 0.1, last 0.1",
+        "steps": "steps 3 to 4",
+        "unusual": 0,
+    }
+    assert html._draw_chart(Chart("loss", [(1, math.inf)], [])) is None
+
+
+def test_page_shows_charts_with_escaped_names() -> None:
+    """A script may log a key such as <script>."""
+    charts = [Chart("<script>", [(1, 0.5), (2, 0.25)], [1])]
+    page = html.render_page(summary.build_run_report(Job().begun().events, charts=charts))
+    assert "&lt;script&gt;" in page
+    assert "<script>" not in page
+    assert 'd="M0.000 0.000 L100.000 100.000h0"' in page
