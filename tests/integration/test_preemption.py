@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic_resume.testing import Cluster
+from tests.support import notices
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "noticed.py"
 FLAGS = ["--snapshot-every", "1", "--save-every", "100000", "--grace", "60", "--hang-timeout", "0"]
-
-
-def read(directory: Path, prefix: str = "") -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Return the lines of each rank by (generation, rank)."""
-    found = {}
-    for path in directory.glob(f"{prefix}g*.jsonl"):
-        generation, rank = map(int, re.findall(r"\d+", path.stem))
-        found[generation, rank] = [json.loads(line) for line in path.read_text().splitlines()]
-    return found
-
-
-def find_first(directory: Path, generation: int = 1) -> dict[int, tuple[int, dict[str, Any]]]:
-    """Return for each rank the step at which it first had a notice, and the notice."""
-    found = {}
-    for (number, rank), lines in read(directory).items():
-        noticed = [line for line in lines if line["preemption"]]
-        if number == generation and noticed:
-            found[rank] = noticed[0]["step"], noticed[0]["preemption"]
-    return found
 
 
 def send_sigterm(cluster: Cluster, index: int) -> None:
@@ -68,19 +47,15 @@ def test_all_ranks_get_the_notice_at_one_step_and_the_node_leaves_after_the_next
         cluster.wait(step=30)
         stop(cluster, 1)
         cluster.wait_exit(only=[1])
-        cluster.wait(lambda: len(read(log).get((2, 1), [])) > 5, "the next generation")
-        first = find_first(log)
-        assert first.keys() == {0, 1, 2, 3}
-        assert len({json.dumps(each) for each in first.values()}) == 1, first
-        step, notice = first[0]
-        assert notice["node"] == "n1"
-        assert notice["reason"] == ("SIGTERM" if stop is send_sigterm else str(notice["reason"]))
-        hooks = read(log, "hook-")
+        cluster.wait(lambda: len(notices.read_lines(log).get((2, 1), [])) > 5, "the next generation")
+        reason = "SIGTERM" if stop is send_sigterm else None
+        step, _ = notices.check_same(log, 1, ranks=4, nodes=["n1"], reason=reason)
+        hooks = notices.read_lines(log, "hook-")
         assert {key: [line["step"] for line in lines] for key, lines in hooks.items()} == {
             (1, rank): [step] for rank in range(4)
         }
         assert {key[1] for key, (line,) in hooks.items() if line["saved"]} == {0, 2}
-        ended = read(log)[1, 2][-1]["step"]
+        ended = notices.read_lines(log)[1, 2][-1]["step"]
         assert step <= ended <= step + 60
-        assert not find_first(log, 2)
+        assert not notices.find_first(log, 2)
         assert cluster.lost_steps == 0

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -32,6 +33,14 @@ def make_dataset() -> TensorDataset:
     return TensorDataset(pictures, labels, torch.arange(SAMPLES))
 
 
+def record_notice(run: er.Run, directory: Path) -> None:
+    """Append the step and the notice, once there is one, to a file of this rank."""
+    if (notice := run.preemption) is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"g{run.generation}-r{run.rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": run.position.step, "preemption": asdict(notice)}) + "\n")
+
+
 def main() -> None:
     """Train, and write the samples and the final state."""
     parser = argparse.ArgumentParser()
@@ -45,6 +54,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--raise-at", default="", help="GENERATION:STEP:RANK")
     parser.add_argument("--damage-at", default="", help="GENERATION:STEP:RANK: one weight becomes another")
+    parser.add_argument("--notices", type=Path, help="each rank records here what `run.preemption` is")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", help="make the process group here, with this backend")
     args = parser.parse_args()
@@ -85,6 +95,8 @@ def main() -> None:
                 with torch.no_grad():
                     list(model.parameters())[-1][0] += 1e-3
             run.step()
+            if args.notices:
+                record_notice(run, args.notices)
         scheduler.step()
     flat = state_dict.flatten({"model": model, "optimizer": optimizer})
     end = {

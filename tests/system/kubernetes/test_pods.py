@@ -22,13 +22,15 @@ from elastic_resume import constants, events
 from elastic_resume.events import Event
 from elastic_resume.testing import virtual_network
 from elastic_resume.units import parse_kubernetes_quantity
-from tests.support import manifests
+from tests.support import manifests, notices
 from tests.support.agent_fork_server import ShimAgentServer
 from tests.support.machines import MB, Machines
 from tests.support.paths import ROOT, SCRIPTS
 from tests.support.processes import wait_for
 
 T = TypeVar("T")
+ASKED_STEP = 25
+"""In so many steps of 0.1 s all agents learn that the script asks for notices; each looks once a second."""
 LIMIT_S = 120.0  # of one wait: the first agent waits until its fork server has imported torch
 
 
@@ -54,6 +56,7 @@ class Pods(contextlib.AbstractContextManager["Pods"]):
         tini, dashes, *command = container["command"]
         assert (tini, dashes) == ("tini", "--")  # process 1 of a machine does what it does
         train = [str(SCRIPTS / "train.py"), "--step-log", str(directory / "steps")]
+        train += ["--notices", str(directory / "notices")]
         self._command = [*command, *(words or [*train, "--epochs", "10000", "--step-delay", "0.1"])]
         sizes = {
             one["name"]: one.get("emptyDir", {"sizeLimit": "4Gi"})["sizeLimit"]
@@ -158,6 +161,16 @@ class Pods(contextlib.AbstractContextManager["Pods"]):
         log = self._log(index)
         return log.read_text(errors="replace") if log.exists() else ""
 
+    def check_notice(self, generation: int, index: int, last: int) -> None:
+        """Check that all ranks had the notice of a deleted pod, at the same step; ``last`` is its last one."""
+        directory = self._directory / "notices"
+        step, notice = notices.check_same(
+            directory, generation, ranks=3, nodes=[self.hosts[index]], reason="SIGTERM"
+        )
+        assert step <= last <= step + 1
+        given = self.job["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert 0 < notice["seconds"] <= given / 2
+
     def wait_world(self, size: int, after: int = 0) -> int:
         """Wait until a world of this size has trained beyond a step; check that it repeated none."""
 
@@ -201,9 +214,11 @@ def test_job_loses_no_step_by_late_dns_deleted_pods_and_a_lost_node(tmp_path: Pa
         assert not any(map(pods.newest_step, pods.indices))
         pods.update_dns(*pods.indices)
         pods.wait_world(3)
+        pods.wait(lambda: pods.newest_step(1) >= ASKED_STEP, "all agents to know that the script asks")
 
         pods.delete(1)
         step = pods.newest_step(1)
+        pods.check_notice(1, 1, step)
         assert list(pods.node_dir(1).glob(f"g*-s{step:010}/manifest.json")), "the last step is not on disk"
         pods.remove(1)
         pods.start(1)

@@ -18,6 +18,8 @@ import yaml
 
 from elastic_resume import constants, events
 from elastic_resume.events import Event
+from elastic_resume.grace import DEFAULT_GRACE_S
+from tests.support import notices
 from tests.support.paths import ROOT, SCRIPTS
 from tests.system.slurm import slurm_cluster
 from tests.system.slurm.slurm_cluster import NODES, SlurmCluster
@@ -29,6 +31,8 @@ TRAIN = str(SCRIPTS / "train.py")
 ALLOCATION = str(ROOT / "deploy" / "slurm" / "train.sbatch")
 DISK = "/scratch/checkpoints"
 STEPS_PER_EPOCH = 10
+ASKED_STEPS = 8
+"""In so many steps of 0.3 s all agents learn that the script asks for notices; each looks once a second."""
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 
@@ -58,6 +62,7 @@ class Job:
     slurm: SlurmCluster
     id: str
     fast: Path
+    notices: Path
     steps: int
     kept: dict[int, list[Event]] = field(default_factory=dict)
     """What nodes had told before they lost their disks."""
@@ -97,7 +102,7 @@ class Job:
             f"step {step} of generation {generation} of job {self.id}",
         )
 
-    def wait_world(self, size: int, generation: int = 1) -> Event:
+    def wait_world(self, size: int, generation: int = 1, steps: int = 3) -> Event:
         """Wait until a world of that many nodes has finished some steps; give how it began."""
         resume = self.slurm.wait(
             lambda: next(
@@ -110,8 +115,15 @@ class Job:
             ),
             f"a world of {size} in job {self.id}",
         )
-        self.wait_step(resume["step"] + 3, resume["generation"])
+        self.wait_step(resume["step"] + steps, resume["generation"])
         return resume
+
+    def check_notice(self, generation: int, reason: str) -> None:
+        """Check that all ranks of three nodes had the same notice at the same step, and then trained on."""
+        nodes = [self.slurm.machines.name(index) for index in NODES]
+        step, notice = notices.check_same(self.notices, generation, ranks=3, nodes=nodes, reason=reason)
+        assert 0 < notice["seconds"] <= DEFAULT_GRACE_S
+        assert step <= self.newest(generation) <= step + 1
 
     def wait_state(self, *states: str) -> str:
         """Wait until Slurm says one of these of it."""
@@ -133,11 +145,12 @@ class Job:
 
 def submit(slurm: SlurmCluster, script: str, *options: str, epochs: int = 15) -> Job:
     """Submit a training of ``epochs`` times ten steps, each of 0.3 s until `Job.hurry`."""
-    hurry = slurm.directory / f"hurry-{secrets.token_hex(4)}"
+    name = secrets.token_hex(4)
+    hurry, noticed = slurm.directory / f"hurry-{name}", slurm.directory / f"notices-{name}"
     job = slurm.sbatch(
         *("--cpus-per-task=1", f"--output={slurm.directory}/%x-%j.out", *options, script, TRAIN),
         *("--step-log", str(slurm.directory / "step_log"), "--epochs", str(epochs), "--step-delay", "0.3"),
-        *("--fast-from", str(hurry)),
+        *("--fast-from", str(hurry), "--notices", str(noticed)),
         env={
             "ELASTIC_RESUME_CKPT_DIR": DISK,
             "ELASTIC_RESUME_STEP_MARK_S": "0",
@@ -146,7 +159,7 @@ def submit(slurm: SlurmCluster, script: str, *options: str, epochs: int = 15) ->
             "WATCH_S": "1",
         },
     )
-    return Job(slurm, job, hurry, epochs * STEPS_PER_EPOCH)
+    return Job(slurm, job, hurry, noticed, epochs * STEPS_PER_EPOCH)
 
 
 def went_on(job: Job, former: int) -> Event:
@@ -158,35 +171,39 @@ def went_on(job: Job, former: int) -> Event:
     return resume
 
 
-def restart(job: Job, former: int) -> int:
-    """Release a requeued job, check that it continues at its last step, and return the new generation."""
+def restart(job: Job, former: int, reason: str) -> int:
+    """Check a requeued job's notice, and that it continues at its last step; return the new generation."""
     job.wait_state("PENDING")
+    job.check_notice(former, reason)
     job.slurm.start_now(job.id)
     went_on(job, former)
-    return int(job.wait_world(3, former + 1)["generation"])
+    return int(job.wait_world(3, former + 1, ASKED_STEPS)["generation"])
 
 
 def test_job_continues_after_requeue_preemption_time_limit_and_power_loss(slurm: SlurmCluster) -> None:
-    """One job meets them in this order, and each time it continues from the disks of its nodes."""
+    """One job meets them in this order, and each time it continues from the disks of its nodes.
+
+    At each drain `run.preemption` is the same on all ranks at the same step.
+    """
     limited = slurm.directory / "limited.sbatch"
     limit = 'scontrol update JobId="$SLURM_JOB_ID" EndTime=now+24seconds'
     limit = f"\n[[ ${{SLURM_RESTART_COUNT:-0}} != 2 ]] || {limit}\nset -uo"
     limited.write_text(Path(ALLOCATION).read_text().replace("\nset -uo", limit))
     job = submit(slurm, str(limited), epochs=40)
-    former = job.wait_world(3)["generation"]
+    former = job.wait_world(3, steps=ASKED_STEPS)["generation"]
 
     slurm.command("scontrol", "requeue", job.id)
-    former = restart(job, former)
+    former = restart(job, former, "SIGTERM")
 
     # A higher partition takes the nodes; Slurm itself would let a job end that ends within its grace.
     (slurm.directory / "high.sh").write_text("#!/bin/bash\nexit 0\n")
     high = slurm.sbatch("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "high.sh")
     job.wait_state("PENDING")
     slurm.wait(lambda: slurm.job_state(high) == "COMPLETED", "the higher job's turn")
-    former = restart(job, former)
+    former = restart(job, former, "SIGTERM")
 
     # Slurm sends no signal: the agents ask for the limit and drain in time; the script requeues the job.
-    former = restart(job, former)
+    former = restart(job, former, "deadline")
     assert [drain["cause"] for drain in job.events("drain")].count("deadline") == 3
     assert slurm.job_info(job.id)["Restarts"] == "3"
 
@@ -219,7 +236,7 @@ def test_a_cancelled_job_and_one_at_fault_are_not_queued_again(slurm: SlurmClust
 def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: SlurmCluster) -> None:
     """One has the number of the whole array; its siblings run on all the same."""
     array = submit(slurm, ALLOCATION, "--array=0-2", "--nodes=1", epochs=150)  # they run on to the end
-    elements = [Job(slurm, f"{array.id}_{each}", array.fast, array.steps) for each in range(3)]
+    elements = [Job(slurm, f"{array.id}_{each}", array.fast, array.notices, array.steps) for each in range(3)]
     for each in elements:
         each.wait_world(1)
     same = next(each for each in elements if slurm.job_info(each.id)["JobId"] == array.id)
