@@ -86,6 +86,8 @@ ACCEPTED = {  # module: what is removed: why no test needs to notice
         "never: not candidates": _CACHE,
         "filter: header is not None": "the caller has returned if one is None",
         "operand: header is not None": "no header that is pruned is None",
+        'operand: b""': "bytes(False) is empty too",
+        'filter: name.endswith(".jsonl")': "no object has the name with another ending",
     },
     "elastic_resume/checkpoint/atomic_io.py": {
         "operand: size == 0": "writing nothing returns 0 too",

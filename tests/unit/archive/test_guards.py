@@ -69,6 +69,17 @@ def test_entry_that_is_gone_when_it_is_read_is_none(
     assert archive.list_milestones() == {}
 
 
+def test_entry_that_is_gone_when_it_is_read_stops_no_sweep(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be read may name any parts; one that is gone names none."""
+    archive_step(archive, 1)
+    dead = begin(archive, 2)
+    put_parts(archive, dead, make_image(2))
+    monkeypatch.setattr(archive, "list_numbers", lambda: [7, 1])
+    assert archive.sweep([dead.id]) == [dead.id]
+
+
 def test_milestone_of_an_entry_that_is_pruned_meanwhile_is_refused(
     archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
