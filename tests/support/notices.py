@@ -1,4 +1,4 @@
-"""What the ranks of a job have recorded of `run.preemption`, by `scripts/noticed.py` or `scripts/train.py`."""
+"""What ranks have recorded of `run.preemption`, by `scripts/noticed.py` or `scripts/train.py`."""
 
 from __future__ import annotations
 

@@ -33,16 +33,8 @@ def make_dataset() -> TensorDataset:
     return TensorDataset(pictures, labels, torch.arange(SAMPLES))
 
 
-def record_notice(run: er.Run, directory: Path) -> None:
-    """Append the step and the notice, once there is one, to a file of this rank."""
-    if (notice := run.preemption) is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"g{run.generation}-r{run.rank}.jsonl").open("a") as file:
-            file.write(json.dumps({"step": run.position.step, "preemption": asdict(notice)}) + "\n")
-
-
-def main() -> None:
-    """Train, and write the samples and the final state."""
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-log", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4)
@@ -57,7 +49,20 @@ def main() -> None:
     parser.add_argument("--notices", type=Path, help="each rank records here what `run.preemption` is")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", help="make the process group here, with this backend")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def record_notice(run: er.Run, directory: Path) -> None:
+    """Append the step and the notice, once there is one, to a file of this rank."""
+    if (notice := run.preemption) is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"g{run.generation}-r{run.rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": run.position.step, "preemption": asdict(notice)}) + "\n")
+
+
+def main() -> None:
+    """Train, and write the samples and the final state."""
+    args = parse_arguments()
     torch.set_num_threads(1)
     torch.manual_seed(1)
     if args.backend:

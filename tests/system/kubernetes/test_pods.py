@@ -162,7 +162,7 @@ class Pods(contextlib.AbstractContextManager["Pods"]):
         return log.read_text(errors="replace") if log.exists() else ""
 
     def check_notice(self, generation: int, index: int, last: int) -> None:
-        """Check that all ranks had the notice of a deleted pod, at the same step; ``last`` is its last one."""
+        """Check that all ranks had a deleted pod's notice at the same step; ``last`` is its last step."""
         directory = self._directory / "notices"
         step, notice = notices.check_same(
             directory, generation, ranks=3, nodes=[self.hosts[index]], reason="SIGTERM"
