@@ -1,8 +1,8 @@
 """Write the values of the job to its trackers, in the agent of rank 0's node.
 
-The agent takes notice of each new line (`AgentAddress`), sends it to other nodes (`link`), and a thread of
-low priority writes the points. All trackers get the same points; one that fails is opened again later, and
-holds up nothing else. Training never waits for a tracker.
+The agent takes notice of each new line (`notes.agent_address`), and sends it to other nodes (`link`). Each
+tracker has a thread of low priority, so one that fails or does not answer holds up no other. It is opened
+again later. Training never waits for a tracker.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -23,7 +24,7 @@ from typing import Any
 
 from elastic_resume.background import BackgroundThread, lower_priority
 from elastic_resume.checkpoint.atomic_io import DISK
-from elastic_resume.errors import ConfigError, MachineError
+from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
 from elastic_resume.mechanisms.curves import description, journal, notes
 from elastic_resume.mechanisms.curves.exporter import Exporter, Point, parse_exporter
 from elastic_resume.mechanisms.curves.link import Replicator
@@ -31,6 +32,7 @@ from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart
 from elastic_resume.policy.reasons import JobFinished
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.interface import StartWorkers
+from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,12 @@ RETRY_S, MAX_RETRY_S = 1.0, 60.0
 GATHER_TIMEOUT_S = 30.0
 """How long a generation's first points wait for values that other nodes may have."""
 CLOSE_TIMEOUT_S = 90.0  # W&B may upload the rest for a minute
+STOP_TIMEOUT_S = 3.0
+"""The same after a signal: a scheduler kills the agent soon."""
+SILENT_S = 10.0
+"""A tracker that does not answer for so long is named."""
+HANDOVER_S = 5.0
+"""The former writer may hold a file for a moment, which is no failure."""
 POLL_S = 0.5
 PAUSE_S = 0.05  # between two looks, so that several steps are written at once
 BATCH = 1000
@@ -63,10 +71,10 @@ def parse_trackers(setting: str, value: object) -> tuple[Tracker, ...] | None:
     texts = [text.strip() for text in str(value).split(",") if text.strip()]
     if texts == ["off"]:
         return None
-    if len(texts) != len(set(texts)) or len(texts) > MAX_TRACKERS:
-        raise ConfigError(
-            f"{setting} names {len(texts)} trackers: name each once, and {MAX_TRACKERS} at most."
-        )
+    if twice := [text for text in texts if texts.count(text) > 1]:
+        raise ConfigError(f"{setting} has {twice[0][:200]} twice: name each tracker once.")
+    if len(texts) > MAX_TRACKERS:
+        raise ConfigError(f"{setting} has {len(texts)} trackers; {MAX_TRACKERS} is the most.")
     return tuple(Tracker(text, parse_exporter(setting, text)) for text in texts) or None
 
 
@@ -75,16 +83,16 @@ class CurveWriter(AgentPart):
 
     def __init__(self, context: AgentContext) -> None:
         self._node_dir, self._emit = context.node_dir, context.emit
-        self._trackers: tuple[Tracker, ...] = context.settings["log_metrics"]
         self._client: RendezvousClient | None = None
         self._replicator: Replicator | None = None
         self._address: socket.socket | None = None
-        self._changed = threading.Event()
-        self._own_generation = 0  # of rank 0, if that is on this node; else 0
-        self._is_closing = threading.Event()
-        self._session: Session | None = None
+        self._stopped = threading.Event()
         self._notice_thread = BackgroundThread("curves-notice", self._take_notice)
-        self._write_thread = BackgroundThread("curves-write", self._write)
+        trackers: tuple[Tracker, ...] = context.settings["log_metrics"]
+        self._writers = [
+            TrackerWriter(self._node_dir, tracker, self._emit, names_gaps=at == 0)
+            for at, tracker in enumerate(trackers)
+        ]
 
     def start(self, client: RendezvousClient) -> None:
         """Listen to this node's worker and to other agents."""
@@ -94,28 +102,39 @@ class CurveWriter(AgentPart):
             DISK.make_dirs(directory)
             self._address = _bind(notes.agent_address(self._node_dir))
             host = client.address.rpartition(":")[0].strip("[]")
-            self._replicator = Replicator(self._node_dir, client.run_id, host, self._changed.set)
+            self._replicator = Replicator(self._node_dir, client.run_id, host, self._wake_writers)
             DISK.write_atomic(directory / notes.ENDPOINT_FILE, json.dumps(self._replicator.endpoint).encode())
         except (OSError, MachineError) as error:
             logger.warning("values that run.log() gets are not recorded on this node: %s", error)
             self.close()
             return
         self._notice_thread.start()
-        self._write_thread.start()
+        for writer in self._writers:
+            writer.start(client)
+
+    def update(self, client: RendezvousClient) -> None:
+        """Name a tracker that does not answer."""
+        del client
+        for writer in self._writers:
+            writer.name_if_silent()
 
     def begin_generation(self, world: StartWorkers) -> None:
         """Note whether rank 0 is on this node."""
-        self._own_generation = world.generation if world.rank == 0 else 0
+        own_generation = world.generation if world.rank == 0 else 0
         if self._replicator is not None:
-            self._replicator.own_generation = self._own_generation
-        self._changed.set()
+            self._replicator.own_generation = own_generation
+        for writer in self._writers:
+            writer.own_generation = own_generation
+        self._wake_writers()
+
+    def begin_stop(self, cause: str) -> None:
+        """Wait for trackers no longer than a signal permits."""
+        del cause
+        self._stopped.set()
 
     def close(self) -> None:
         """Write what is left, and end."""
-        self._is_closing.set()
-        self._changed.set()
-        if not self._write_thread.join(CLOSE_TIMEOUT_S):
-            logger.warning("the trackers are not closed after %g s; the next start goes on.", CLOSE_TIMEOUT_S)
+        self._close_writers()
         self._notice_thread.request_close()
         notes.send_to_agent(self._node_dir, {})  # which ends its wait
         self._notice_thread.close(POLL_S)
@@ -126,7 +145,33 @@ class CurveWriter(AgentPart):
         with contextlib.suppress(OSError, MachineError):
             DISK.unlink(self._node_dir / journal.DIRECTORY / notes.ENDPOINT_FILE)
 
-    # ---- the thread that takes notice --------------------------------------------------------------------
+    def _close_writers(self) -> None:
+        """Wait until all trackers have the rest: `STOP_TIMEOUT_S` if a signal came or comes."""
+        start, is_named = time.monotonic(), False
+        for writer in self._writers:
+            writer.request_close()
+        while left := [writer.text for writer in self._writers if not writer.join(PAUSE_S)]:
+            waited_s, names = time.monotonic() - start, ", ".join(left)
+            if waited_s > (STOP_TIMEOUT_S if self._stopped.is_set() else CLOSE_TIMEOUT_S):
+                logger.warning(
+                    "%s: still being written after %.0f s. The values wait in %s, and the same command "
+                    "writes them.",
+                    names,
+                    waited_s,
+                    self._node_dir / journal.DIRECTORY,
+                )
+                return
+            if waited_s > STOP_TIMEOUT_S and not is_named:
+                is_named = True
+                logger.info(
+                    "waiting up to %.0f s for %s; Ctrl-C leaves the rest to the next start.",
+                    CLOSE_TIMEOUT_S,
+                    names,
+                )
+
+    def _wake_writers(self) -> None:
+        for writer in self._writers:
+            writer.changed.set()
 
     def _take_notice(self) -> float:
         address, replicator = self._address, self._replicator
@@ -138,22 +183,58 @@ class CurveWriter(AgentPart):
                 source = message["source"]
                 replicator.follow((str(source[0]), int(source[1]), str(source[2])) if source else None)
             replicator.announce()
-            self._changed.set()
+            self._wake_writers()
         return 0.0
 
-    # ---- the thread that writes --------------------------------------------------------------------------
+
+class TrackerWriter:
+    """The thread that writes to one tracker, and its state."""
+
+    def __init__(
+        self, node_dir: Path, tracker: Tracker, emit: Callable[..., Any], *, names_gaps: bool
+    ) -> None:
+        self.text = tracker.text
+        self.changed = threading.Event()
+        self.own_generation = 0
+        """The running generation if its rank 0 is on this node, else 0."""
+        self._node_dir, self._tracker, self._emit, self._names_gaps = node_dir, tracker, emit, names_gaps
+        self._client: RendezvousClient | None = None
+        self._is_closing = threading.Event()
+        self._session: Session | None = None
+        self._thread = BackgroundThread("curves-write", self._write)
+
+    def start(self, client: RendezvousClient) -> None:
+        """Begin to write, as soon as rank 0 is on this node."""
+        self._client = client
+        self._thread.start()
+
+    def request_close(self) -> None:
+        """Have the rest written and the tracker closed."""
+        self._is_closing.set()
+        self.changed.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; return whether it has ended."""
+        return self._thread.join(timeout_s)
+
+    def name_if_silent(self) -> None:
+        """Log a tracker that does not answer. Safe in any thread."""
+        if (session := self._session) is not None:
+            session.target.name_if_silent()
 
     def _write(self) -> float | None:
         lower_priority()
         if not self._is_closing.is_set():
-            self._changed.wait(POLL_S)
-        self._changed.clear()
-        is_closing, generation = self._is_closing.is_set(), self._own_generation
+            self.changed.wait(POLL_S)
+        self.changed.clear()
+        is_closing, generation = self._is_closing.is_set(), self.own_generation
         end = self._client.job_end if self._client else None
         is_finished = end is not None and isinstance(end.reason, JobFinished)
         session = self._session
         if session is None and generation and self._client is not None and not is_closing:
-            session = self._session = Session(self._node_dir, self._trackers, self._client.run_id, self._emit)
+            target = _Target(self._tracker, self._client.run_id, self._emit)
+            session = Session(self._node_dir, target, self._emit, names_gaps=self._names_gaps)
+            self._session = session
         if session is not None and generation and (is_finished or not self._is_over()):
             session.advance(generation)
         elif session is not None:
@@ -169,17 +250,18 @@ class CurveWriter(AgentPart):
 
 
 class Session:
-    """The open trackers, from when rank 0 comes to this node until it leaves."""
+    """What one tracker gets, from when rank 0 comes to this node until it leaves."""
 
     def __init__(
-        self, node_dir: Path, trackers: tuple[Tracker, ...], run_id: str, emit: Callable[..., Any]
+        self, node_dir: Path, target: _Target, emit: Callable[..., Any], *, names_gaps: bool = True
     ) -> None:
-        self._node_dir, self._emit = node_dir, emit
+        """``names_gaps``: report values that no node has; the job's other trackers need not."""
+        self._node_dir, self._emit, self._names_gaps = node_dir, emit, names_gaps
         self.generation = 0
         """The one whose values are written; 0 before the first."""
-        self._targets = [_Target(tracker, run_id, emit) for tracker in trackers]
+        self.target = target
         self._points: dict[int, Point] = {}
-        """Those that some tracker lacks; the last one may get more values."""
+        """Those that the tracker lacks; the last one may get more values."""
         self._closed = -1
         self._offset = 0
         self._awaited: tuple[int, float] = (0, 0.0)  # generation, and until when its gaps are waited for
@@ -198,19 +280,22 @@ class Session:
         """Write the rest; the last step's point too if the job ``is_finished``, as nothing follows."""
         self._put(self._closed if is_finished else self._closed - 1)
         self.flush()
-        self.close()
-
-    def close(self) -> None:
-        """Close the trackers."""
-        for target in self._targets:
-            target.close()
+        if left := sum(step > self.target.durable for step in self._points) if is_finished else 0:
+            logger.warning(
+                "%s lacks the values of %s after step %d. They wait in %s: the same command writes them.",
+                self.target.text,
+                format_count(left, "step"),
+                max(0, self.target.durable),
+                self._node_dir / journal.DIRECTORY,
+            )
+        self.target.close()
 
     def flush(self) -> None:
-        """Flush all trackers, and record for later writers what they have."""
+        """Flush the tracker, and record for later writers what it has."""
         self._flushed_at = time.monotonic()
-        written = {target.text: step for target in self._targets if (step := target.flush()) is not None}
-        if written and self.generation:
-            line = journal.format_line(written)
+        step = self.target.flush()
+        if step is not None and self.generation:
+            line = journal.format_line({self.target.text: step})
             path = journal.written_path(self._node_dir, self.generation)
             with contextlib.suppress(OSError), open(path, "ab") as file:
                 file.write(line)
@@ -229,7 +314,7 @@ class Session:
             self._awaited = (generation, time.monotonic() + GATHER_TIMEOUT_S)
         if chain.gaps and time.monotonic() < self._awaited[1]:
             return False
-        for number, known, begin in chain.gaps:
+        for number, known, begin in chain.gaps if self._names_gaps else ():
             first = min(known.step + 1, begin.step)
             self._emit("curves-lost", first=first, last=begin.step, of_generation=number)
             logger.warning("%s.", description.describe_gap(first, begin.step))
@@ -241,9 +326,8 @@ class Session:
         since = journal.list_since_way_back(chain, records)
         written = journal.read_written(self._node_dir, since)
         go_back_to = records[since[-1]].begin.step if records[since[-1]].goes_back else None
-        for target in self._targets:
-            step = written.get(target.text)
-            target.begin(-1 if step is None else step, go_back_to if step is None else None)
+        step = written.get(self.target.text)
+        self.target.begin(-1 if step is None else step, go_back_to if step is None else None)
         return True
 
     def _read_more(self) -> None:
@@ -263,12 +347,11 @@ class Session:
             self._closed = max(self._closed, more.closed.step)
 
     def _put(self, last_step: int) -> None:
-        for target in self._targets:
-            target.put(self._points, last_step)
+        self.target.put(self._points, last_step)
 
     def _forget(self) -> None:
-        """Drop the points that all trackers have for certain."""
-        known = min(target.durable for target in self._targets)
+        """Drop the points that the tracker has for certain."""
+        known = self.target.durable
         self._points = {
             step: point for step, point in self._points.items() if step > known or step >= self._closed
         }
@@ -286,6 +369,15 @@ class _Target:
         self._recorded: int | None = None
         self._go_back_to: int | None = None
         self._retry_at, self._pause_s = 0.0, 0.0
+        self._failing_since = math.inf
+        self._is_named = False
+        self._busy_since = math.inf  # while a call of the library runs
+
+    def name_if_silent(self) -> None:
+        """Log once that a call does not return."""
+        busy_s = time.monotonic() - self._busy_since
+        if busy_s >= SILENT_S:
+            self._name(f"it has not answered for {busy_s:.0f} s")
 
     def begin(self, known: int, go_back_to: int | None) -> None:
         """Go on in another generation; ``known`` is what a writer has recorded that it has."""
@@ -337,26 +429,41 @@ class _Target:
         """Act on the exporter, unless it has just failed; return whether that went well."""
         if time.monotonic() < self._retry_at:
             return False
+        self._busy_since = time.monotonic()
         try:
             act(self._exporter)
         except Exception as error:  # noqa: BLE001 - of any library; training goes on
-            if not self._pause_s:
-                self._emit("curves-failed", tracker=self.text, error=f"{type(error).__name__}: {error}"[:500])
-                logger.warning(
-                    "%s cannot be written, and is tried again: %s: %.500s",
-                    self.text,
-                    type(error).__name__,
-                    error,
-                )
-            self.close()
-            self._pause_s = min(2 * self._pause_s or RETRY_S, MAX_RETRY_S)
-            self._retry_at = time.monotonic() + self._pause_s
+            self._note_failure(error)
             return False
-        if self._pause_s and act != self._open:
-            self._pause_s = 0.0
-            self._emit("curves-recovered", tracker=self.text)
-            logger.info("%s is written again.", self.text)
+        finally:
+            self._busy_since = math.inf
+        if act != self._open:  # which does nothing if it is open
+            self._pause_s, self._failing_since = 0.0, math.inf
+            if self._is_named:
+                self._is_named = False
+                self._emit("curves-recovered", tracker=self.text)
+                logger.info("%s is written again.", self.text)
         return True
+
+    def _note_failure(self, error: Exception) -> None:
+        logger.debug("%s failed", self.text, exc_info=error)
+        self.close()
+        now = time.monotonic()
+        self._failing_since = min(self._failing_since, now)
+        if isinstance(error, ConfigError) or now >= self._failing_since + HANDOVER_S:
+            is_own = isinstance(error, ElasticResumeError)
+            self._name(str(error) if is_own else f"{type(error).__name__}: {error}")
+        self._pause_s = min(2 * self._pause_s or RETRY_S, MAX_RETRY_S)
+        self._retry_at = now + self._pause_s
+
+    def _name(self, reason: str) -> None:
+        """Report once that it is not written."""
+        if self._is_named:
+            return
+        self._is_named = True
+        self._emit("curves-failed", tracker=self.text, error=reason[:500])
+        text = "%s is not written, and is tried again: %.500s The values wait in the node's directory."
+        logger.warning(text, self.text, reason if reason.endswith(".") else f"{reason}.")
 
 
 def _write(points: list[Point], exporter: Exporter) -> None:
