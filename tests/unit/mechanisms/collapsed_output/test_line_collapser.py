@@ -44,7 +44,7 @@ def run(feeds: Feeds) -> bytes:
         ([(0, RED + b"\n", 0), (1, RED + b"\n", 0)], RED + b" [2 ranks]\n"),
     ],
     ids=[
-        *("equal", "late", "two", "own-line-first", "other-order", "twice", "end-by-itself", "line-before-part"),
+        *("equal", "late", "two", "own-line-first", "other-order", "twice", "end-by-itself", "before-part"),
         *("utf-8", "colour"),
     ],
 )  # fmt: skip
