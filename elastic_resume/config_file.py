@@ -28,7 +28,7 @@ SCRIPT, SCRIPT_ARGS, ENV = "script", "script-args", "env"
 # torchrun's and our flags without a value, for `find_path`, which runs before the import of torch.
 SWITCHES = frozenset({
     "-m", "-h", "--help", "--help-all", "--module", "--no-python", "--quiet", "--run-path",
-    "--share-compile-cache", "--show-config", "--standalone", "--virtual-local-rank",
+    "--collapse-output", "--share-compile-cache", "--show-config", "--standalone", "--virtual-local-rank",
 })  # fmt: skip
 _DOLLAR = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\})?")
 _SECRET_NAME = re.compile(

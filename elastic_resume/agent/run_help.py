@@ -47,6 +47,7 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
         ("--log-dir DIR", "directory of the workers' logs"),
         ("-r, --redirects 1|2|3", "workers' stdout (1), stderr (2) or both into logs"),
         ("-t, --tee 1|2|3", "the same, and to the console too"),
+        *_list_mechanism_flags("processes and logs"),
         "preload",
     ),
     "checkpoints": (
@@ -66,7 +67,7 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
         ("--config FILE", "YAML file with flags, settings and the script"),
         ("--show-config", "print each setting with its source, and exit"),
         ("-h, --help", "print this and exit"),
-        ("--help-all", "print all of torchrun's flags and all settings"),
+        ("--help-all", "print all flags, torchrun's too, and all settings"),
     ),
 }
 
@@ -141,7 +142,6 @@ def format_help() -> str:
         textwrap.fill(times, HELP_WIDTH, break_on_hyphens=False),
         "A setting is a flag (--keep 5), a variable (ELASTIC_RESUME_KEEP=5) or a line of",
         "the --config file (keep: 5), in this order; er.resume(keep=5) beats them all.",
-        f"Settings without a flag: {PROG} --help-all",
         "",
     ])  # fmt: skip
 

@@ -20,7 +20,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -58,6 +58,7 @@ from elastic_resume.errors import (
     NodeExcludedError,
     RendezvousLostError,
 )
+from elastic_resume.mechanisms.mechanism import AgentPart
 from elastic_resume.mechanisms.registry import TOPICS
 from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
@@ -432,6 +433,29 @@ class _LogsOfEachStart(LogsSpecs):
         return destinations
 
 
+class _LogsOfParts(LogsSpecs):
+    """Send the workers' streams where a mechanism wants them; a stream that has files keeps these."""
+
+    def __init__(self, logs_specs: LogsSpecs, parts: Collection[AgentPart]) -> None:
+        super().__init__()
+        self._logs_specs, self._parts = logs_specs, parts
+
+    @property
+    def root_log_dir(self) -> str:
+        """See base class."""
+        return self._logs_specs.root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """See base class."""
+        logs = self._logs_specs.reify(envs)
+        for part in self._parts:
+            paths = {local_rank: part.find_streams(local_rank) for local_rank in envs}
+            for index, files in enumerate((logs.stdouts, logs.stderrs)):
+                if not any(files.values()):
+                    files.update({local_rank: paths[local_rank][index] for local_rank in envs})
+        return logs
+
+
 def build_parser() -> run_help.RunParser:
     """Return the parser of ``elastic-resume run``: torchrun's flags, with PET_* defaults, and ours."""
     try:
@@ -614,6 +638,8 @@ def run_workers(
 
     rendezvous_handler_registry.register(AGENT_BACKEND, create_handler)
     _filter_torchelastic_logs()
+    if isinstance(spec.entrypoint, str) and config.logs_specs is not None:
+        config.logs_specs = _LogsOfParts(config.logs_specs, controller.parts)
     try:
         launch_agent(config, spec.entrypoint, spec.args)
     except SystemExit as end:

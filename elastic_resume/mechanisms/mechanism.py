@@ -208,6 +208,11 @@ class AgentPart:
     def handle_failure(self, failure: Failure) -> None:
         """Note how a worker has failed; what `find_failures` returns then may precede it."""
 
+    def find_streams(self, local_rank: int) -> tuple[str, str]:
+        """Return the paths to which a worker's stdout and stderr go; empty: the agent's own."""
+        del local_rank
+        return "", ""
+
     def find_failures(self) -> tuple[Failure, ...]:
         """Return failures of this node in its generation that no worker has reported."""
         return ()

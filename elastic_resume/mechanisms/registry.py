@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume.mechanisms.archive import ARCHIVE
+from elastic_resume.mechanisms.collapsed_output import COLLAPSED_OUTPUT
 from elastic_resume.mechanisms.compile_cache import COMPILE_CACHE
 from elastic_resume.mechanisms.compute_check import COMPUTE_CHECK
 from elastic_resume.mechanisms.curves import CURVES
@@ -32,6 +33,7 @@ from elastic_resume.policy.resume_plan import Inventory
 
 MECHANISMS: tuple[Mechanism, ...] = (
     ARCHIVE,
+    COLLAPSED_OUTPUT,
     COMPILE_CACHE,
     COMPUTE_CHECK,
     CURVES,

@@ -640,6 +640,8 @@ def _determine_outcome(timeline: EventTimeline, rows: Sequence[GenerationRow]) -
         return "open", ""
     latest = max((event.t for event in agent_events if event.kind != "agent-end"), default=agent_events[0].t)
     ends = [event for event in agent_events if event.kind == "agent-end" and event.t >= latest]
+    if rows and rows[-1].nodes:  # a drained node may end after the others have begun without it
+        ends = [event for event in ends if event.node in rows[-1].nodes]
     for name, outcome in _OUTCOMES.items():
         for event in ends:
             if event.get_text("outcome") == name:

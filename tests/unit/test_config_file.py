@@ -80,6 +80,7 @@ VALUES: dict[str, str] = {
     "on-event": "/bin/true now", "log-metrics": "csv:/x/loss.csv",
     "snapshot-memory": "4GB", "check-replicas": "50", "drain-signals": "[SIGTERM, SIGUSR2]",
     "max-no-progress": "7", "exclude-after": "2", "no-warm": "true", "preemption-notice": "aws",
+    "collapse-output": "true",
     "share-compile-cache": "true",
     "transfer-addr": "127.0.0.1",
 }  # fmt: skip

@@ -214,6 +214,9 @@ class CompileCache(StepObserver):
             self._warn_once(f"compile artifacts of {size} were not loaded: {reason}. The model is compiled.")
             return False
         self._process.known = found
+        if source_rank is not None:
+            size = format_bytes(len(artifacts))
+            logger.info("rank %d has compiled code from rank %d: %s", self._context.rank, source_rank, size)
         self._context.emit(
             "compile-cache",
             source_rank=source_rank,

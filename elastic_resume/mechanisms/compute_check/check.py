@@ -260,7 +260,7 @@ class ComputeCheck(StepObserver):
         if comparison.outcome is Outcome.UNKNOWN:
             ranks = tuple(f"{rank} on {rows[rank]['node']}" for rank in comparison.ranks)
             found = GradientDifference(self._step, ranks=ranks, agreed_step=self._agreed_step)
-            self._log_and_emit(found, is_own=context.rank == 0)
+            self._log_and_emit(found, is_own=context.rank == 0, first_node=rows[0]["node"])
             return
         self._unstable_ranks |= {rank for rank in comparison.ranks if not results[rank].is_stable}
         for rank in comparison.ranks:
@@ -275,7 +275,7 @@ class ComputeCheck(StepObserver):
                 row["times"],
                 has_other_inputs=row["inputs"] != right["inputs"],
             )
-            self._log_and_emit(found, is_own=context.rank == rank)
+            self._log_and_emit(found, is_own=context.rank == rank, first_node=rows[0]["node"])
             if context.rank == rank and found.times >= FAULT_TIMES and not found.has_other_inputs:
                 raise HardwareError(f"{describe_difference(found)}.")
 
@@ -299,8 +299,10 @@ class ComputeCheck(StepObserver):
             )
         return sum(event.get("rank") is not None and not event.get("has_other_inputs") for event in found)
 
-    def _log_and_emit(self, found: GradientDifference, *, is_own: bool) -> None:
-        if is_own or self._context.rank == 0:
+    def _log_and_emit(self, found: GradientDifference, *, is_own: bool, first_node: str) -> None:
+        """Log on the nodes of rank 0 (``first_node``) and of the rank, once on each; emit on the latter."""
+        context = self._context
+        if context.rank == 0 or (is_own and context.node_dir.name != first_node):
             logger.warning("%s.", describe_difference(found))
         if is_own:
             fields = dataclasses.asdict(found)

@@ -369,6 +369,18 @@ def test_wait_ends_with_the_next_generation_or_the_agents() -> None:
     assert summary.build_run_report(job.events).history.wait is None
 
 
+def test_job_runs_though_a_drained_node_ends_later() -> None:
+    """Its agent takes a moment longer than the others to begin without it."""
+    job = Job().begun()
+    job.begin(120, 11, "n0", "n2")
+    job.add(121, "agent-end", "n1", outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    report = summary.build_run_report(job.events)
+    assert report.history.outcome == "open"
+    assert "Running" in report.verdict.text
+    job.add(130, "agent-end", "n0", outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    assert summary.build_run_report(job.events).history.outcome == "stopped"
+
+
 # ---- what the figures count ------------------------------------------------------------------------------
 
 
