@@ -9,6 +9,7 @@ import csv
 import json
 import os
 import random
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -214,3 +215,28 @@ def without_recomputed(values: Values) -> Values:
         step: {key: value for key, value in each.items() if not key.endswith("recomputed")}
         for step, each in values.items()
     }
+
+
+@pytest.mark.soak
+def test_values_of_a_new_machine_and_of_a_new_job(tmp_path: Path) -> None:
+    """Rank 0's machine is replaced while all are down, and later the job begins anew with the same file."""
+    directory = tmp_path / "job"
+    with train(directory, "--epochs", "2", flags=("--snapshot-every", "1")) as cluster:
+        cluster.wait(lambda: (at := find_rank_0(cluster)) is not None and at[2] >= 8, "step 8", 60)
+        found = find_rank_0(cluster)
+        assert found is not None
+        node = found[1]
+        for index in range(2):
+            cluster.kill_agent(index, signal.SIGTERM)
+        cluster.wait_exit()
+        cluster.wipe(node)
+        for index in range(2):
+            cluster.start_node(index)
+        assert cluster.wait_exit() == [0, 0]
+        before = (directory / "values.csv").read_bytes()
+        assert len(read_csv(directory / "values.csv")) == 2 * STEPS_PER_EPOCH
+        for index in range(2):
+            cluster.start_node(index, flags=("--resume", "never"))
+        assert cluster.wait_exit() == [0, 0]
+    assert len(read_csv(directory / "values.csv")) == 2 * STEPS_PER_EPOCH
+    assert (directory / "values.after-0.csv").read_bytes().splitlines()[1:] == before.splitlines()[1:]

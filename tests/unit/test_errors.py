@@ -21,6 +21,7 @@ INTERNAL = {
     "AuthenticationError",
     "JobCompleted",
     "NotPlainError",
+    "NotCheckable",
     "NoticeQueryError",
     "ProtocolError",
     "RequestRefusedError",

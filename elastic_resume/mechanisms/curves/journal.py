@@ -145,8 +145,14 @@ def _read_closed(path: Path, tail_bytes: int = 1 << 17) -> Moment | None:
         first = file.readline()
         if not first.endswith(b"\n"):
             return None
-        file.seek(max(len(first), os.fstat(file.fileno()).st_size - tail_bytes))
-        lines = file.read().split(b"\n")[:-1]
+        size, lines = os.fstat(file.fileno()).st_size, list[bytes]()
+        while len(lines) < 2:  # the first of them may be cut
+            start = max(len(first), size - tail_bytes)
+            file.seek(start)
+            lines = file.read(size - start).split(b"\n")[:-1]
+            if start == len(first):
+                break
+            tail_bytes *= 4
         if not lines:
             head = json.loads(first)
             return Moment(int(head["step"]), int(head["epoch"]))

@@ -92,9 +92,9 @@ class Recorder(RecomputedSteps):
         """
         own = self._values
         for key, value in values.items():
+            if key not in own:
+                _require_key(key)
             own[key] = value if type(value) is float else _to_number(key, value)
-            if len(key) > MAX_KEY_CHARS:
-                raise UsageError(f"run.log: the key {key[:50]!r}… has more than {MAX_KEY_CHARS} characters.")
         if len(own) > MAX_KEYS:
             raise UsageError(f"run.log: a step has {len(own)} keys, and {MAX_KEYS} is the most.")
 
@@ -146,10 +146,20 @@ class Recorder(RecomputedSteps):
         self._emit("curves-lost", error=str(error.strerror))
 
 
+def _require_key(key: Any) -> None:
+    """Refuse what no tracker could write, or what would damage the file of another step."""
+    if not isinstance(key, str) or not key or "\0" in key:
+        raise UsageError(f"run.log: {key!r} is no key; write a text that is not empty.")
+    if len(key) > MAX_KEY_CHARS:
+        raise UsageError(f"run.log: the key {key[:50]!r}… has more than {MAX_KEY_CHARS} characters.")
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"run.log: the key {key!r} has half a character, which no file can hold.") from None
+
+
 def _to_number(key: Any, value: Any) -> float:
     """Return a number as a float; a tensor waits for its device."""
-    if not isinstance(key, str) or not key:
-        raise UsageError(f"run.log: {key!r} is no key; write a text that is not empty.")
     if getattr(value, "numel", None) is not None and value.numel() == 1:
         value = value.item()
     try:

@@ -236,7 +236,7 @@ class TrackerWriter:
             session = Session(self._node_dir, target, self._emit, names_gaps=self._names_gaps)
             self._session = session
         if session is not None and generation and (is_finished or not self._is_over()):
-            session.advance(generation)
+            session.advance(generation, is_last=is_closing)
         elif session is not None:
             session.flush()  # another node may write from the next generation on
         if session is not None and (is_closing or not generation):
@@ -266,14 +266,16 @@ class Session:
         self._offset = 0
         self._awaited: tuple[int, float] = (0, 0.0)  # generation, and until when its gaps are waited for
         self._flushed_at = time.monotonic()
+        self._has_recorded = False
 
-    def advance(self, generation: int) -> None:
-        """Write what is new; begin a generation once its values are complete."""
-        if generation != self.generation and not self._begin(generation):
+    def advance(self, generation: int, *, is_last: bool = False) -> None:
+        """Write what is new; begin a generation once its values are complete, or if nothing more comes."""
+        if generation != self.generation and not self._begin(generation, is_last=is_last):
             return
         self._read_more()
         self._put(self._closed - 1)
-        if time.monotonic() >= self._flushed_at + FLUSH_S:
+        if time.monotonic() >= self._flushed_at + FLUSH_S or not self._has_recorded:
+            self._has_recorded = True  # at once: what the trackers have from now on is this job's
             self.flush()
 
     def finish(self, *, is_finished: bool) -> None:
@@ -301,7 +303,7 @@ class Session:
                 file.write(line)
         self._forget()
 
-    def _begin(self, generation: int) -> bool:
+    def _begin(self, generation: int, *, is_last: bool) -> bool:
         """Read the values of all generations that count; return False to wait for more of them."""
         heads = {}
         for number in journal.list_generations(self._node_dir):
@@ -312,7 +314,9 @@ class Session:
         chain = journal.follow_chain(generation, heads)
         if self._awaited[0] != generation:
             self._awaited = (generation, time.monotonic() + GATHER_TIMEOUT_S)
-        if chain.gaps and time.monotonic() < self._awaited[1]:
+        # A new machine's files of former generations arrive after the first line of this one.
+        is_partial = bool(chain.gaps) or not chain.has_origin
+        if is_partial and not is_last and time.monotonic() < self._awaited[1]:
             return False
         for number, known, begin in chain.gaps if self._names_gaps else ():
             first = min(known.step + 1, begin.step)
@@ -326,6 +330,9 @@ class Session:
         since = journal.list_since_way_back(chain, records)
         written = journal.read_written(self._node_dir, since)
         go_back_to = records[since[-1]].begin.step if records[since[-1]].goes_back else None
+        recorded = journal.read_written(self._node_dir, chain.generations)
+        if go_back_to is None and not is_partial and self.target.text not in recorded:
+            go_back_to = records[chain.generations[-1]].begin.step  # an earlier job had the same run id
         step = written.get(self.target.text)
         self.target.begin(-1 if step is None else step, go_back_to if step is None else None)
         return True

@@ -150,7 +150,12 @@ def main(directory: Path) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= change.factor
 
+    @run.on_preemption
+    def keep(preemption: er.Preemption) -> None:
+        print(f"{preemption.node}: {preemption.reason}, {preemption.seconds:.0f} s")
+
     assert read_lines([directory], count)
+    assert callable(keep)
     hooks = (log_resume, scale, make_group, shard)
 
     @run.restartable
@@ -165,8 +170,12 @@ def main(directory: Path) -> None:
                 if run.last_micro_batch:
                     optimizer.step()
                     optimizer.zero_grad()
+                    if not run.is_recomputed:
+                        run.log(loss=loss)
                     run.step()
             scheduler.step()
+            if run.preemption is not None:
+                continue
             with run.busy("evaluation", limit_s=60.0):
                 best.loss = min(best.loss, evaluate(model, held_out))
             print(f"epoch {epoch}: best loss {best.loss:.3f}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,15 +47,17 @@ class Memory(Exporter):
         """Close."""
 
 
+def _give(tracker: Memory, _: str) -> Exporter:
+    return tracker
+
+
 class Job:
     """A job on one node that has logged some steps, and its part of the agent."""
 
     def __init__(self, node_dir: Path, *trackers: Memory, steps: int = 5) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         node_dir.mkdir()
-        named = tuple(
-            Tracker(f"t{at}", lambda _, tracker=tracker: tracker) for at, tracker in enumerate(trackers)
-        )
+        named = tuple(Tracker(f"t{at}", partial(_give, tracker)) for at, tracker in enumerate(trackers))
         context = make_agent_context(
             node_dir=node_dir,
             emit=lambda kind, **fields: self.events.append((kind, fields)),
