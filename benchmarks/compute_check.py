@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.mechanisms.compute_check.check import ComputeCheck
 from elastic_resume.mechanisms.mechanism import WorkerContext
+from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.training.heartbeat import count_collectives
 
 RANKS, CHECKS = 3, 12
@@ -66,6 +68,8 @@ def make_context() -> WorkerContext:
         count_collectives=count_collectives,
         gather=lambda value: [value] * RANKS,
         broadcast_tensors=lambda *_: None,
+        read_position=lambda: Position(0, 0, 0, 0),
+        plan=ResumePlan("cold", generation=1),
     )
 
 

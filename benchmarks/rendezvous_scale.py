@@ -152,7 +152,7 @@ class Traffic:
             self.bytes[kind] += len(head) + len(body.text)
             return sign_message(signer, head, body)
 
-        protocol.LineAuthenticator.sign_message = counted
+        protocol.LineAuthenticator.sign_message = counted  # type: ignore[method-assign,assignment]
 
     def take(self, members: int) -> dict[str, float]:
         """Return what was sent per member since the last call, heartbeats apart."""

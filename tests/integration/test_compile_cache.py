@@ -88,6 +88,7 @@ def test_without_the_flag_an_empty_node_compiles_again(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("compile-cache"))
 
 
+@pytest.mark.soak
 def test_damaged_artifacts_cost_a_compilation_and_not_the_job(tmp_path: Path) -> None:
     """A bit flips on the disk of the only node that has them."""
 

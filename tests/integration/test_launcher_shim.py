@@ -758,7 +758,7 @@ def test_restartable_worker_does_not_outlive_its_lease(
 ) -> None:
     """At the end of the lease it is killed at once. Time to park is part of the lease."""
     shim, worker = node.start(2, "ignores")
-    node.lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + (60.0 if is_revoked else 0.5))
+    node.lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + (5.0 if is_revoked else 0.5))
     if is_revoked:
         wait_for_lease_polls(shim)
         node.lease_page.set(-math.inf)

@@ -107,7 +107,7 @@ def test_flush_returns_what_the_file_has(tmp_path: Path) -> None:
     exporter.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_going_back_rewinds_the_run(tmp_path: Path) -> None:
     """The new file names the step; W&B drops the later ones."""
     exporter, _ = _open()
