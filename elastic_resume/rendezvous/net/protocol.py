@@ -342,7 +342,9 @@ def decode(line: bytes, base: Base = NO_BASE) -> tuple[Header, Message]:
     if line.endswith(b"," + _EMPTY_HEARTBEAT_JSON):  # the fast path of nearly every line
         fields = _parse_object(line[: -len(_EMPTY_HEARTBEAT_JSON) - 1] + b"}", {"header"})
         return _parse_header(fields["header"]), _EMPTY_HEARTBEAT
-    fields = _parse_object(line, {"header", "type", "body"}, functools.partial(view_delta.restore, base=base))
+    # A decoder with a hook is made anew for each line, which takes longer than most lines.
+    restore = functools.partial(view_delta.restore, base=base) if b'"base":' in line else None
+    fields = _parse_object(line, {"header", "type", "body"}, restore)
     kind = _MESSAGE_TYPES.get(fields["type"]) if isinstance(fields["type"], str) else None
     if kind is None:
         raise ProtocolError(f"there is no message {str(fields['type'])[:64]!r}")
