@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_resume.checkpoint.atomic_io import DISK
-from elastic_resume.errors import MachineError
 from elastic_resume.mechanisms.curves import journal
 from elastic_resume.mechanisms.curves.journal import Moment
 from elastic_resume.policy.resume_plan import Inventory, ResumePlan, SavedState
@@ -97,13 +95,18 @@ def find_recomputed(notes: Sequence[tuple[str, Any]], plan: ResumePlan) -> int:
 
 
 def write_recomputed(node_dir: Path, last_step: int, plan: ResumePlan) -> None:
-    """Remember the last step that was finished before, for a generation that ends before it gets there."""
+    """Remember the last step that was finished before, for a generation that ends before it gets there.
+
+    Nothing is synced: it is on the way of each recovery, and a power cut loses a hint.
+    """
     path = node_dir / journal.DIRECTORY / RECOMPUTED_FILE
     if last_step <= plan.step and not plan.goes_back and not path.exists():
         return
-    with contextlib.suppress(OSError, MachineError):
+    with contextlib.suppress(OSError):
         path.parent.mkdir(exist_ok=True)
-        DISK.write_atomic(path, json.dumps([plan.generation, last_step]).encode())
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps([plan.generation, last_step]))
+        temporary.replace(path)
 
 
 # ---- the state to resume from --------------------------------------------------------------------------

@@ -330,7 +330,7 @@ class Session:
         since = journal.list_since_way_back(chain, records)
         written = journal.read_written(self._node_dir, since)
         go_back_to = records[since[-1]].begin.step if records[since[-1]].goes_back else None
-        recorded = journal.read_written(self._node_dir, chain.generations)
+        recorded = journal.read_written(self._node_dir, journal.list_generations(self._node_dir))
         if go_back_to is None and not is_partial and self.target.text not in recorded:
             go_back_to = records[chain.generations[-1]].begin.step  # an earlier job had the same run id
         step = written.get(self.target.text)

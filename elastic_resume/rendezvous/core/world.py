@@ -148,7 +148,7 @@ class Vote:
     ballot: Ballot
     accepted: Proposal | None = None
     has_taken: bool = False
-    """It has taken the vote of the view's leader: see `exception.breaks_tie`."""
+    """It has taken the vote of the view's leader: see `dead_leader.breaks_tie`."""
     held: frozenset[str] = frozenset()
     """Disks that have handed their votes to this one, as they left."""
     handed_to: str = ""

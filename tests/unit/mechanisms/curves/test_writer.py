@@ -27,10 +27,12 @@ class Memory(Exporter):
 
     def __init__(self, act: Callable[[str], object] = lambda _: None) -> None:
         self.act, self.steps = act, list[int]()
+        self.went_back_to = list[int | None]()
 
     def open(self, last_written: int, go_back_to: int | None = None) -> int:
         """Open."""
-        del last_written, go_back_to
+        del last_written
+        self.went_back_to.append(go_back_to)
         self.act("open")
         return self.steps[-1] if self.steps else -1
 
@@ -151,6 +153,22 @@ def test_tracker_that_refuses_for_good_is_named_at_once_and_at_the_end(
     assert first.startswith("t0 is not written, and is tried again: t0 is a file of another job. The values")
     assert "t0 lacks the values of 5 steps after step 0" in last
     assert "the same command writes them" in last
+
+
+def test_restart_before_the_first_snapshot_keeps_what_is_written(tmp_path: Path) -> None:
+    """Only what the tracker had before any writer of this job is another job's, and goes."""
+    tracker = Memory()
+    job = Job(tmp_path / "n0", tracker)
+    wait_for(lambda: tracker.steps, "the first steps")
+    wait_for(journal.written_path(tmp_path / "n0", 1).exists, "the record of what is written")
+    path = journal.record_path(tmp_path / "n0", 2)
+    lines = [journal.format_line([step, 0, 2.0, {"loss": 1.0}]) for step in range(1, 8)]
+    path.write_bytes(journal.format_begin(Moment(0, 0), 0, goes_back=False) + b"".join(lines))
+    job.part.begin_generation(cast("Any", SimpleNamespace(generation=2, rank=0)))
+    wait_for(lambda: 6 in tracker.steps, "a step of the second generation")
+    job.finish()
+    assert tracker.steps == [1, 2, 3, 4, 5, 6, 7]
+    assert tracker.went_back_to == [0]
 
 
 @pytest.mark.parametrize(
