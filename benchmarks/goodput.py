@@ -1,14 +1,18 @@
 """Measure goodput under constant kills: elastic_resume and stock torchrun.
 
 Three nodes are three agents on loopback addresses of this machine, one worker each, `--nnodes 1:3`: a job
-that lost two nodes continues with one. A small DDP model on gloo (jobs/steps.py, about 50 ms per step) trains
-undisturbed for --baseline-minutes, then for --minutes with one kill every --every seconds. Each kill hits a
-worker, a node (its agent and all descendants at once) or an agent alone, drawn with --seed, the same for all
-systems. The next failure comes even if the job has not recovered from the last.
+that lost two nodes continues with one. A small DDP model on gloo (jobs/steps.py, about 50 ms per step; a GPT
+of 21 M parameters with `--model gpt`) trains undisturbed for --baseline-minutes, then for --minutes with one
+kill every --every seconds. Each kill hits a worker, a node (its agent and all descendants at once) or an
+agent alone, drawn with --seed, the same for all systems. The next failure comes even if the job has not
+recovered from the last.
 
     ours       `elastic-resume run`, defaults and --snapshot-every 1
     torchrun   c10d, defaults, but --max-restarts; every node saves with torch.save at every tenth step
     tuned      torchrun with shorter timeouts, and a store of each round's own (see recovery.py)
+    dcp        the same, and all ranks save with dcp.async_save into a shared directory, at every tenth step
+    torchft    its defaults (see recovery.py); n0 hosts its lighthouse, and is not killed
+    none       torchrun whose script saves nothing, undisturbed only: what a step takes without any of this
 
 A node whose agent is gone is started again at once, whether it was killed or ended by itself (those are
 counted). The node that hosts torchrun's store is never killed, because that ends its job for good. torchrun's
@@ -20,6 +24,9 @@ were no progress. Steps that were started and never finished show only in the go
 the steps that the undisturbed rate gives for the same time. A step counts the same with fewer nodes, as with
 a constant global batch, and may take less time when nodes share cores; so the mean number of nodes stands
 beside it. Standstill is the longest time without a new step.
+
+The cost of a snapshot at every step without any failure, in turns with a job that saves nothing:
+`--minutes 0 --model gpt --only none,ours,none,ours`.
 """
 
 from __future__ import annotations
@@ -28,8 +35,10 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -47,8 +56,7 @@ from recovery import SYSTEMS, NotTrainingError, choice, log, machine, no_process
 KINDS = ("worker", "node", "agent")
 LOOK_S = 0.5  # how soon a node that ended by itself is started again
 SLEEP_S = 0.04
-WIDTH = 256
-STOCK_SAVES_EVERY = 10
+STOCK_SAVES_EVERY, NEVER = 10, 1 << 60
 
 
 # ---- what happens ----------------------------------------------------------------------------------------
@@ -166,6 +174,7 @@ class Stretch:
     worlds: int
     ranks: float  # of a step, on average
     standstill_s: float
+    step_s: tuple[float, float]  # from one step to the next of the same world: median and 99th percentile
 
     @property
     def wasted(self) -> int:
@@ -185,7 +194,10 @@ class Stretch:
         gaps = [later - earlier for earlier, later in itertools.pairwise([*progress, end])]
         worlds = len({step.world for step in within})
         ranks = sum(step.ranks for step in within) / max(len(within), 1)
-        return cls(end - start, reached - before, len(within), worlds, ranks, max(gaps))
+        pairs = itertools.pairwise(within)
+        lengths = sorted(later.t - earlier.t for earlier, later in pairs if later.world == earlier.world)
+        step_s = (statistics.median(lengths), lengths[len(lengths) * 99 // 100]) if lengths else (0.0, 0.0)
+        return cls(end - start, reached - before, len(within), worlds, ranks, max(gaps), step_s)
 
 
 def run(system: str, every_s: float, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -195,9 +207,11 @@ def run(system: str, every_s: float, options: argparse.Namespace, directory: Pat
         NotTrainingError: it never began to train.
 
     """
-    work = Work(SLEEP_S, WIDTH, STOCK_SAVES_EVERY, tuple(options.ours_flags.split()), min_nodes=1)
-    kills = plan(options.seed, every_s, 60 * options.minutes)
-    job = make_job(system, directory, None, "", work)
+    saves_every = NEVER if system == "none" else STOCK_SAVES_EVERY
+    sleep_s = 0.0 if options.model.startswith("gpt") else SLEEP_S
+    work = Work(options.model, sleep_s, saves_every, tuple(options.ours_flags.split()), min_nodes=1)
+    kills = plan(options.seed, every_s, 60 * options.minutes) if system != "none" else []
+    job = make_job("tuned" if system == "none" else system, directory, None, "", work)
     try:
         marks = Marks(directory / "marks")
         wait_steady(job, marks)
@@ -210,7 +224,7 @@ def run(system: str, every_s: float, options: argparse.Namespace, directory: Pat
         job.stop()
     steps = read_steps(directory / "marks")
     quiet, rough = (Stretch.of(steps, *pair) for pair in itertools.pairwise(times))
-    expected = quiet.done / quiet.seconds * rough.seconds
+    expected = quiet.done / quiet.seconds * rough.seconds or math.nan
     return {
         "system": system,
         "every_s": every_s,
@@ -243,7 +257,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         kinds = ", ".join(f"{count} {kind}s" for kind, count in sorted(row["kills"].items()))
         yield (
             f"{name}: {kinds} killed, {row['missed']} kills found nothing to kill; undisturbed "
-            f"{1000 * quiet['seconds'] / max(quiet['done'], 1):.1f} ms a step"
+            f"{1000 * quiet['seconds'] / max(quiet['done'], 1):.1f} ms a step "
+            f"(median {1000 * quiet['step_s'][0]:.1f}, 99 % are below {1000 * quiet['step_s'][1]:.1f})"
         )
         if row["ended"]:
             counts = ", ".join(f"{count} x {what}" for what, count in Counter(row["ended"]).items())
@@ -258,8 +273,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="with kills")
     parser.add_argument("--baseline-minutes", type=float, default=1.0, help="without, before them")
     parser.add_argument(
-        "--only", type=choice(SYSTEMS), default=("ours", "torchrun"), help=f"of {','.join(SYSTEMS)}"
+        "--only",
+        type=choice((*SYSTEMS, "none")),
+        default=("ours", "torchrun"),
+        help=f"of {','.join(SYSTEMS)},none",
     )
+    parser.add_argument("--model", default="256", help="width of three layers, or gpt, or gpt-compiled")
     parser.add_argument("--ours-flags", default="--snapshot-every 1", metavar="'--FLAG VALUE …'")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and victims")
     parser.add_argument("--dir", type=Path, help="work here, and leave logs and events (default: temporary)")
@@ -269,9 +288,10 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         base = options.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="goodput-")))
         stack.enter_context(no_process_left())
-        for every_s, system in itertools.product(map(float, options.every.split(",")), options.only):
+        turns = itertools.product(map(float, options.every.split(",")), options.only)
+        for turn, (every_s, system) in enumerate(turns):
             try:
-                row = run(system, every_s, options, base.absolute() / f"{system}-{every_s:g}")
+                row = run(system, every_s, options, base.absolute() / f"{turn}-{system}-{every_s:g}")
             except NotTrainingError as error:
                 log(f"{system}, a kill every {every_s:g} s: left out: {error} (--dir keeps the logs)")
                 whole = False
@@ -282,7 +302,8 @@ def main() -> int:
     facts = machine()
     print(f"\n{facts['cores']} cores, torch {facts['torch']}, {NODES} nodes, --nnodes 1:{NODES}")
     if options.json:
-        result = {"machine": facts, "seed": options.seed, "ours_flags": options.ours_flags, "rows": rows}
+        given = {"seed": options.seed, "model": options.model, "ours_flags": options.ours_flags}
+        result = {"machine": facts, **given, "rows": rows}
         options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     return int(not whole)
 

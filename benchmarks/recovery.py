@@ -11,6 +11,7 @@ while three nodes train.
     ours       the same without it: every worker starts again
     torchrun   c10d, defaults, but --max-restarts, because its default of 0 survives no loss at all
     tuned      torchrun with shorter timeouts (TUNED_CONF of jobs/agents.py), and a store of each round's own
+    dcp        the same, and it saves with dcp.async_save into a directory that all nodes share
     torchft    torchft-nightly's Manager and DDP on gloo, its defaults; n0 hosts the lighthouse. Needs
                `pip install torchft-nightly`
 
@@ -70,7 +71,7 @@ from jobs.agents import (
 from jobs.marks import Marks, Worker
 
 ROWS = {"worker": "a worker", "node": "a node", "host": "the host"}
-SYSTEMS = (*OURS, "torchrun", "tuned", "torchft")
+SYSTEMS = (*OURS, "torchrun", "tuned", "dcp", "torchft")
 FIGURES = ("detection", "world", "step", "entry")
 STOCK_HOST_GIVE_UP_S = 60.0  # its agents end within seconds unless one hangs
 STEADY_STEPS = 10  # of each rank, before the next kill
@@ -387,13 +388,13 @@ def machine() -> dict[str, Any]:
 
 
 def choice(known: Any) -> Callable[[str], list[str]]:
-    """Return a parser of a comma-separated list."""
+    """Return a parser of a comma-separated list, whose order stays."""
 
     def parse(text: str) -> list[str]:
         words = text.split(",")
         if not set(words) <= set(known):
             raise argparse.ArgumentTypeError(f"{text!r}: choose among {','.join(known)}")
-        return [word for word in known if word in words]
+        return words
 
     return parse
 

@@ -33,10 +33,10 @@ LIBC = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Work:
-    """The nodes' work: sleep per step, width of the model, when to save, the fewest nodes, and the set-up."""
+    """The nodes' work: the model, sleep per step, when to save, the fewest nodes, and the set-up."""
 
+    model: str = "64"  # see steps.py
     sleep_s: float = 0.02
-    width: int = 64
     stock_saves_every: int = 1
     flags: tuple[str, ...] = ("--save-every", "1")  # of ours
     min_nodes: int = MIN_NODES
@@ -45,7 +45,7 @@ class Work:
     @property
     def arguments(self) -> list[str]:
         """Return the arguments of steps.py."""
-        return [repr(self.sleep_s), str(self.width), str(self.stock_saves_every), repr(self.setup_s)]
+        return [self.model, repr(self.sleep_s), str(self.stock_saves_every), repr(self.setup_s)]
 
 
 class Job(ABC):
@@ -122,8 +122,11 @@ class Ours(Job):
 class Stock(Job):
     """Torchrun with c10d. n0 hosts the store explicitly: on loopback every node could be the host."""
 
-    def __init__(self, directory: Path, work: Work, conf: dict[str, int], env: dict[str, str]) -> None:
+    def __init__(
+        self, directory: Path, work: Work, conf: dict[str, int], env: dict[str, str], way: str = "stock"
+    ) -> None:
         super().__init__(directory, work)
+        self._way = way
         self._conf = conf
         self._env = env
         self._network = f"127.{1 + secrets.randbelow(253)}.{secrets.randbelow(256)}"
@@ -142,7 +145,7 @@ class Stock(Job):
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._network}.1:{self._port}"),
             *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
             *("--local-addr", f"{self._network}.{index + 1}"),
-            *(str(SCRIPT), "stock", str(self.directory), *self.work.arguments),
+            *(str(SCRIPT), self._way, str(self.directory), *self.work.arguments),
         ]
         self._start_agent(index, command, self._env)
 
@@ -250,6 +253,8 @@ def make_job(system: str, directory: Path, node_timeout_s: float | None, imports
         return Ours(directory, work, system, [*flags, "--preload", imports] if imports else flags)
     if system == "torchft":
         return TorchFT(directory, work)
+    if system == "dcp":
+        return Stock(directory, work, TUNED_CONF, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "dcp")
     if system == "tuned":
         return Stock(directory, work, TUNED_CONF, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     return Stock(directory, work, {}, {})

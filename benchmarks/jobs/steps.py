@@ -1,20 +1,21 @@
 """The worker of the benchmarks with kills: train a small model without end and record the time of each stage.
 
-    steps.py ours|in-process|stock|torchft DIRECTORY SLEEP_S WIDTH SAVE_EVERY SETUP_S
+    steps.py ours|in-process|stock|dcp|torchft DIRECTORY MODEL SLEEP_S SAVE_EVERY SETUP_S
 
-A step trains layers of WIDTH and sleeps for SLEEP_S. Before it builds its model, each process sleeps for
-SETUP_S, as for imports and an index of the data. The sleeps stand for computing on cores that a node does not
-share with the other nodes. Each process appends one JSON line per mark to a file of its own in
-DIRECTORY/marks, with the time of CLOCK_MONOTONIC, which all nodes of this machine share: born, imported,
-built (torch imports half of itself only for the first optimizer), resumed, wrapped, then a `step` after each
-optimizer step.
+MODEL is the width of three layers, or `gpt` (gpt.py), or `gpt-compiled`. A step trains it and sleeps for
+SLEEP_S. Before it builds its model, each process sleeps for SETUP_S, as for imports and an index of the data.
+The sleeps stand for computing on cores that a node does not share with the other nodes. Each process appends
+one JSON line per mark to a file of its own in DIRECTORY/marks, with the time of CLOCK_MONOTONIC, which all
+nodes of this machine share: born, imported, built (torch imports half of itself only for the first
+optimizer), resumed, wrapped, then a `step` after each optimizer step.
 
 `ours` saves as its flags say. `in-process` is the same script with `@run.restartable`: its survivors keep
 their process, so each call of the function is recorded as a worker. A worker's `left` is the time when an
 exception ended that call. `stock` is what a careful user of torchrun writes: at every SAVE_EVERY-th step
 every node saves with an atomic rename. At a start rank 0 reads the newest copy of any node, as if on a shared
 file system, and broadcasts it. (That favours torchrun: with local disks rank 0 may be the node that has just
-come back.) Nothing is fsynced, so a power loss could destroy it.
+come back.) Nothing is fsynced, so a power loss could destroy it. `dcp` is the same with dcp.async_save into a
+directory that all nodes share; a start reads its newest directory that is complete.
 
 `torchft` follows the example in torchft's README: its Manager, DistributedDataParallel and Optimizer, a
 replica group of one worker per node, gloo, and its defaults. It saves nothing to disk: a worker that starts
@@ -49,8 +50,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path[0] = str(Path(__file__).parents[1])  # Python put the directory of this file there
+from jobs import gpt
 
 if TYPE_CHECKING:
     from elastic_resume import Run
@@ -80,26 +84,39 @@ class Work:
     """One step's parameters, from the command line."""
 
     def __init__(self, words: list[str]) -> None:
-        self.sleep_s, self.width, self.save_every = float(words[0]), int(words[1]), int(words[2])
+        self.model, self.sleep_s, self.save_every = words[0], float(words[1]), int(words[2])
         self.setup_s = float(words[3])
 
 
 def make_parts(work: Work) -> tuple[nn.Module, torch.optim.Optimizer]:
     time.sleep(work.setup_s)
-    width = work.width
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = nn.Sequential(
+    model = gpt.GPT() if work.model.startswith("gpt") else make_layers(int(work.model))
+    if work.model == "gpt-compiled":
+        model.compile()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def make_layers(width: int) -> nn.Module:
+    return nn.Sequential(
         nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
     )
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def loss_of(model: nn.Module, work: Work) -> Tensor:
+    if work.model.startswith("gpt"):
+        loss: Tensor = model(torch.randint(gpt.VOCABULARY, (1, gpt.TOKENS + 1)))
+        return loss
+    output: Tensor = model(torch.randn(8, int(work.model)))
+    return output.square().mean()
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> None:
     """Run forward, backward and the optimizer's step, made longer by a sleep."""
     time.sleep(work.sleep_s)
     optimizer.zero_grad()
-    model(torch.randn(8, work.width)).square().mean().backward()
+    loss_of(model, work).backward()
     optimizer.step()
 
 
@@ -152,24 +169,26 @@ def take_steps(
             step_log.mark("step", step=run.position.step)
 
 
-def train_stock(step_log: StepLog, work: Work, states: Path, node: str) -> None:
+def train_stock(step_log: StepLog, work: Work, system: str, states: Path, node: str) -> None:
     # torchrun's workers outlive a killed agent. Here they end with it even when the benchmark itself is
     # killed; when that lets a node die it kills them anyway.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     step_log.mark("imported")
-    states.mkdir(parents=True, exist_ok=True)
     model, optimizer = make_parts(work)
     step_log.mark("built")
     dist.init_process_group("gloo")
-    step, world = load(model, optimizer, states)
-    step_log.mark("resumed", world=world, step=step)
+    world: list[Any] = [secrets.token_hex(4)]
+    dist.broadcast_object_list(world)
+    store = DcpStore(states) if system == "dcp" else FileStore(states, node)
+    step = store.load(model, optimizer)
+    step_log.mark("resumed", world=world[0], step=step)
     wrapped = DistributedDataParallel(model)
     step_log.mark("wrapped")
     while True:
         one_step(wrapped, optimizer, work)
         step += 1
         if step % work.save_every == 0:
-            save(model, optimizer, step, states / f"{node}.pt")
+            store.save(model, optimizer, step)
         step_log.mark("step", step=step)
 
 
@@ -211,25 +230,72 @@ def train_torchft(directory: Path, work: Work, node: str) -> None:
         step_log.mark("step", step=step)
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, states: Path) -> tuple[int, str]:
-    """Load the newest copy on all ranks; return its step, and a name for the new world."""
-    shared: list[Any] = [None]
-    if dist.get_rank() == 0:
-        copies = [torch.load(path, weights_only=True) for path in states.glob("*.pt")]
-        shared[0] = (max(copies, key=lambda copy: int(copy["step"]), default=None), secrets.token_hex(4))
-    dist.broadcast_object_list(shared)
-    newest, world = shared[0]
-    if newest is None:
-        return 0, world
-    model.load_state_dict(newest["model"])
-    optimizer.load_state_dict(newest["optimizer"])
-    return int(newest["step"]), world
+class FileStore:
+    """A file of torch.save for each node, in a directory that rank 0 sees whole."""
+
+    def __init__(self, states: Path, node: str) -> None:
+        states.mkdir(parents=True, exist_ok=True)
+        self._states, self._path = states, states / f"{node}.pt"
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the newest copy on all ranks; return its step."""
+        shared: list[Any] = [None]
+        if dist.get_rank() == 0:
+            copies = [torch.load(path, weights_only=True) for path in self._states.glob("*.pt")]
+            shared[0] = max(copies, key=lambda copy: int(copy["step"]), default=None)
+        dist.broadcast_object_list(shared)
+        if (newest := shared[0]) is None:
+            return 0
+        model.load_state_dict(newest["model"])
+        optimizer.load_state_dict(newest["optimizer"])
+        return int(newest["step"])
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Save with an atomic rename."""
+        temporary = self._path.with_suffix(f".{os.getpid()}")
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(state, temporary)
+        temporary.replace(self._path)
 
 
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
-    temporary.replace(path)
+class DcpStore:
+    """A directory of dcp.async_save for each step, shared by all nodes. One is whole before the next."""
+
+    def __init__(self, states: Path) -> None:
+        from torch.distributed import checkpoint  # noqa: PLC0415  the other systems do without
+        from torch.distributed.checkpoint import state_dict  # noqa: PLC0415
+
+        states.mkdir(parents=True, exist_ok=True)
+        self._states, self._dcp, self._dicts = states, checkpoint, state_dict
+        self._saving: Any = None
+        self._group = dist.new_group()  # a save in the background needs one that training does not use
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the newest complete directory on all ranks; return its step."""
+        steps = [int(path.parent.name) for path in self._states.glob("*/.metadata")]
+        newest: list[Any] = [max(steps, default=0)]
+        dist.broadcast_object_list(newest)
+        if newest[0]:
+            state = self._state(model, optimizer)
+            self._dcp.state_dict_loader.load(state, checkpoint_id=self._states / str(newest[0]))
+            self._dicts.set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+        return int(newest[0])
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Begin to save; the last one's end is awaited."""
+        if self._saving is not None:
+            self._saving.result()
+        saver = self._dcp.state_dict_saver
+        self._saving = saver.async_save(
+            self._state(model, optimizer),
+            checkpoint_id=self._states / str(step),
+            process_group=self._group,
+        )
+
+    def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), self._dicts.get_state_dict(model, optimizer), strict=True))
 
 
 def main() -> None:
@@ -246,7 +312,7 @@ def main() -> None:
     if system == "ours":
         train_ours(step_log, work)
     else:
-        train_stock(step_log, work, directory / "states", node)
+        train_stock(step_log, work, system, directory / "states", node)
 
 
 if __name__ == "__main__":
