@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import elastic_resume as er
 from elastic_resume.training.run import Run
-from jobs.trained import Copy, Training, large, small, spread, timed
+from jobs.trained import Copy, Training, large, settle, small, spread, timed
 
 FIRST_STEPS = 8  # that may meet a slot, or the optimizer's state, for the first time
 MANY = 10_000  # tensors, for which others take many seconds: one way to wait and one that does not are enough
@@ -65,6 +65,7 @@ class Clock:
         """Return the seconds of a step including run.step(), of run.step() alone, and of the copy barrier."""
         began = time.perf_counter()
         self.training.step()
+        settle()
         trained = time.perf_counter()
         run.step()
         ended = time.perf_counter()

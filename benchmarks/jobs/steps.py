@@ -63,6 +63,7 @@ for name in filter(None, os.environ.get("BENCH_IMPORTS", "").split(",")):
     importlib.import_module(name)
 
 PR_SET_PDEATHSIG = 1
+DEVICE = torch.device(os.environ.get("BENCH_DEVICE", "cpu"))
 
 
 class StepLog:
@@ -92,7 +93,8 @@ def make_parts(work: Work) -> tuple[nn.Module, torch.optim.Optimizer]:
     time.sleep(work.setup_s)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = gpt.GPT() if work.model.startswith("gpt") else make_layers(int(work.model))
+    with DEVICE:
+        model = gpt.GPT() if work.model.startswith("gpt") else make_layers(int(work.model))
     if work.model == "gpt-compiled":
         model.compile()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -106,9 +108,9 @@ def make_layers(width: int) -> nn.Module:
 
 def loss_of(model: nn.Module, work: Work) -> Tensor:
     if work.model.startswith("gpt"):
-        loss: Tensor = model(torch.randint(gpt.VOCABULARY, (1, gpt.TOKENS + 1)))
+        loss: Tensor = model(torch.randint(gpt.VOCABULARY, (1, gpt.TOKENS + 1), device=DEVICE))
         return loss
-    output: Tensor = model(torch.randn(8, int(work.model)))
+    output: Tensor = model(torch.randn(8, int(work.model), device=DEVICE))
     return output.square().mean()
 
 
@@ -120,12 +122,19 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> 
     optimizer.step()
 
 
+def share_device() -> None:
+    """Let the ranks talk through gloo: they share the device, which NCCL refuses."""
+    if DEVICE.type == "cuda":
+        dist.init_process_group("gloo")
+
+
 def train_ours(step_log: StepLog, work: Work) -> None:
     from elastic_resume import resume  # noqa: PLC0415  the other system does without
 
     step_log.mark("imported")
     model, optimizer = make_parts(work)
     step_log.mark("built")
+    share_device()
     run = resume(model=model, optimizer=optimizer)
     take_steps(run, model, optimizer, work, step_log)
 
@@ -136,6 +145,7 @@ def train_in_process(directory: Path, work: Work, node: str) -> None:
     imported = time.monotonic()
     model, optimizer = make_parts(work)
     starts = [BORN, imported, time.monotonic()]
+    share_device()
     run = resume(model=model, optimizer=optimizer)
 
     @run.restartable

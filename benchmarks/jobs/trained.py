@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from elastic_resume import constants
 from elastic_resume.state import state_dict
 
+DEVICE = torch.device(os.environ.get("BENCH_DEVICE", "cpu"))  # of the large one
 TOKENS = 128
 WIDTHS = (768, 3072)
 SMALL_WIDTH, SMALL_LAYERS = 8, 10_000
@@ -100,8 +101,10 @@ def large(megabytes: int) -> Training:
     torch.manual_seed(0)
     pairs = max(1, round(megabytes * 1e6 / (12 * 2 * WIDTHS[0] * WIDTHS[1])))
     shapes = (WIDTHS, WIDTHS[::-1])
-    model = nn.Sequential(*(nn.Linear(*shape) for _ in range(pairs) for shape in shapes))
-    return Training(model, torch.optim.Adam(model.parameters(), lr=1e-5), torch.randn(TOKENS, WIDTHS[0]))
+    with DEVICE:
+        model = nn.Sequential(*(nn.Linear(*shape) for _ in range(pairs) for shape in shapes))
+        batch = torch.randn(TOKENS, WIDTHS[0])
+    return Training(model, torch.optim.Adam(model.parameters(), lr=1e-5), batch)
 
 
 def small(kind: str) -> Training:
@@ -120,12 +123,12 @@ def small(kind: str) -> Training:
 
 
 class Copy:
-    """One memcpy of a state into touched memory: the lower bound of a copy."""
+    """One memcpy of a state into touched memory, pinned if it is a GPU's state: the lower bound of a copy."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         room = min(ROTATING_BYTES, sum(tensor.nbytes for tensor in tensors))
         room = max(room, *(tensor.nbytes for tensor in tensors))
-        memory = torch.zeros(room, dtype=torch.uint8)
+        memory = torch.zeros(room, dtype=torch.uint8, pin_memory=tensors[0].is_cuda)
         self._sources, self._targets = [tensor.detach().reshape(-1) for tensor in tensors], []
         at = 0
         for source in self._sources:
@@ -226,10 +229,18 @@ def start_committer(directory: Path, node: str = NODE) -> Iterator[dict[str, str
             process.communicate("")
 
 
+def settle() -> None:
+    """Wait for what the device was asked to do."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def timed(action: Callable[[], Any]) -> float:
-    """Return the seconds that a call takes."""
+    """Return the seconds that a call takes, with the device's work."""
+    settle()
     start = time.perf_counter()
     action()
+    settle()
     return time.perf_counter() - start
 
 

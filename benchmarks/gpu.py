@@ -1,0 +1,67 @@
+"""Measure on a GPU, in one command of at most six minutes; print each table as soon as it is there.
+
+    tests      tests/gpu: killed jobs on the device end with the undisturbed bits, NCCL, CUDA graphs, NVML
+    stalls     what a snapshot at every step costs, beside torch.save and dcp.async_save (checkpoint.py)
+    recovery   SIGKILL of a worker to the next step: in-process, with restarts, and torchrun (recovery.py).
+               All ranks share the device, so they talk through gloo
+
+A part that takes longer than its share is stopped; what it has printed stays. `--device cpu --megabytes 100`
+rehearses all of it on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to rehearse")
+    parser.add_argument("--megabytes", type=int, default=10_000, help="of the state, for the stalls")
+    parser.add_argument("--only", default="tests,stalls,recovery", help="a comma-separated list")
+    options = parser.parse_args()
+    checkpoint = [
+        "checkpoint.py",
+        "--only",
+        "stalls",
+        "--sizes",
+        str(options.megabytes),
+        "--repetitions",
+        "2",
+    ]
+    recovery = ["recovery.py", "--only", "in-process,ours,tuned", "--rows", "worker", "--kills", "3"]
+    parts = {
+        "tests": (["-m", "pytest", "-q", "-o", "addopts=", str(HERE.parent / "tests" / "gpu")], 130.0),
+        "stalls": (checkpoint, 100.0),
+        "recovery": (recovery, 120.0),
+    }
+    failed = [name for name in options.only.split(",") if not run(name, *parts[name], device=options.device)]
+    if failed:
+        print(f"\nNot complete: {', '.join(failed)}.")
+    return int(bool(failed))
+
+
+def run(name: str, command: list[str], limit_s: float, *, device: str) -> bool:
+    """Run one part with a limit; return whether it was complete."""
+    print(f"\n== {name}", flush=True)
+    began, env = time.monotonic(), {**os.environ, "BENCH_DEVICE": device}
+    try:
+        code = subprocess.run([sys.executable, *command], cwd=HERE, env=env, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"== {name}: stopped after {limit_s:.0f} s", flush=True)
+        return False
+    print(f"== {name}: {time.monotonic() - began:.0f} s", flush=True)
+    return code.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
