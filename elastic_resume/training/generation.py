@@ -29,7 +29,7 @@ from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ElasticResumeError, MachineError, UsageError
-from elastic_resume.mechanisms.mechanism import Preemption, WorkerContext
+from elastic_resume.mechanisms.mechanism import WorkerContext
 from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
@@ -436,7 +436,7 @@ class Generation:
                 while any(observer.is_held() for observer in self._observers):
                     time.sleep(HOLD_POLL_S)
 
-    def find_notice(self) -> Preemption | None:
+    def find_notice(self) -> Any:
         """Return the notice that all ranks have; None in a proof, whose steps must repeat the first ones."""
         found = None if self.replay is not None else (each.find_notice() for each in self._observers)
         return next(filter(None, found or ()), None)
