@@ -184,7 +184,7 @@ class _Agent:
                 # Before the parts are closed, which may read checkpoints: the newest snapshot's too.
                 _commit_newest(committer)
                 exit_code = self._report_end(outcome, committer)
-                self._pass_events_on()  # an upload may take long, and a person waits for the reason
+                self._pass_events_on()  # a mechanism may take long, and a person waits for the reason
             self.shutdown_controller.ignore_signals()
             self._finish_parts()
         if outcome.kind == "done" and self.spec.shared_dir is not None:

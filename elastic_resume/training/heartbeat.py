@@ -1,4 +1,4 @@
-"""Record a worker's progress for the hang detector, and answer its requests for evidence.
+"""Record a worker's progress for its agent, and answer the agent's requests for evidence.
 
 `RankHeartbeat` writes this rank's record. Under an agent each worker can also be examined in two ways:
 
@@ -55,7 +55,7 @@ class RankHeartbeat:
         self._lock = threading.Lock()  # several threads of the script may be busy
 
     def start_generation(self, generation: int, step: int) -> None:
-        """Record the start of ``generation`` at ``step``. Hang detection begins after its first step."""
+        """Record the start of ``generation`` at ``step``. Its first step may take any time."""
         collectives = self._context.collectives
         self._progress_page.start_generation(
             self._local_rank,
@@ -79,7 +79,7 @@ class RankHeartbeat:
 
     @contextlib.contextmanager
     def idle_afterwards(self) -> Iterator[None]:
-        """Pause hang detection when the block ends, until this rank finishes another step."""
+        """Record when the block ends that no step need follow, until one does."""
         try:
             yield
         finally:
@@ -91,7 +91,7 @@ class RankHeartbeat:
 
     @contextlib.contextmanager
     def busy(self, limit_s: float = BUSY_LIMIT_S) -> Iterator[None]:
-        """Pause hang detection for a long operation that is not a step. Blocks may be nested.
+        """Record a long operation that is not a step, so that none is missed. Blocks may be nested.
 
         ``limit_s``: see `ProgressPage.set_busy`. The outermost block's limit applies.
         """
@@ -112,7 +112,7 @@ class RankHeartbeat:
             self._progress_page.set_idle(self._local_rank)
 
 
-# ---- answers to the hang detector ----------------------------------------------------------------------
+# ---- answers to the agent ------------------------------------------------------------------------------
 
 _responder: tuple[int, int, int] | None = None  # (pid of the process that answers, its memfd, its pipe)
 
