@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -130,8 +130,7 @@ class Generation:
             cleanup.callback(context.events.close)
             node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
             cleanup.callback(node_dir.release)
-            page, shared = _open_page_and_share(context, node_dir, arguments.dataset_digest)
-            self._options, seed, digests = shared.options, shared.seed, shared.dataset_digests
+            page, seed, self._options, digests = _share(context, node_dir, arguments.dataset_digest)
             self.bucket_order = BucketOrder()
             self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
             # Else a cold start would give all ranks rank 0's.
@@ -174,7 +173,6 @@ class Generation:
             self.replay = self._begin_replay()
             # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
             context.run_on_all_ranks(lambda: None)
-            cleanup.callback(self.drain_request.restore_handler)
             self._begin(result, wrappers, cleanup)
             self._cleanup = cleanup.pop_all()
 
@@ -186,6 +184,7 @@ class Generation:
     ) -> None:
         """Prepare the checks of the first steps, and report the start."""
         context, position = self.context, self.progress.position
+        cleanup.callback(self.drain_request.restore_handler)
         self._rank0_buffers = Rank0Buffers(context, self.tracked)
         self._ddp_check = ddp_check.DDPCheck(context, wrappers, self._rank0_buffers)
         self._replica_check = replica_check.FirstStepsCheck(context, self.tracked)
@@ -511,20 +510,13 @@ def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None,
         batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
 
-class _SharedValues(NamedTuple):
-    """What all ranks know at the start: rank 0's seed and options of mechanisms, and each rank's dataset."""
-
-    seed: int
-    options: dict[str, Any]
-    dataset_digests: list[int]
-
-
-def _open_page_and_share(
+def _share(
     context: RankContext, node_dir: NodeDir, dataset_digest: int
-) -> tuple[ProgressPage, _SharedValues]:
+) -> tuple[ProgressPage, int, dict[str, Any], list[int]]:
     """Open the node's progress page, check the node names, and share values; it takes one gather.
 
-    Scripts may have given torch.manual_seed different numbers on each rank, and nodes have other settings.
+    Return the page, rank 0's seed, its options of mechanisms, and the digest of each rank's dataset. Scripts
+    may have given torch.manual_seed different numbers on each rank, and nodes have other settings.
     """
 
     def open_page() -> tuple[ProgressPage, Any]:
@@ -537,7 +529,7 @@ def _open_page_and_share(
     page, shared = context.run_and_gather(open_page)
     context.check_node_names_unique([identity for identity, *_ in shared])
     _, seed, _, options = shared[0]
-    return page, _SharedValues(int(seed), options, [int(digest) for _, _, digest, _ in shared])
+    return page, int(seed), options, [int(digest) for _, _, digest, _ in shared]
 
 
 def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:
