@@ -343,7 +343,7 @@ class RestartController:
             return reporting_node.reports_stop(self._node, members)
         return reporting_node.reports_end(self._node, members, self._end.reason if self._end else None)
 
-    def log_failure_summary(self, log_dir: str = "") -> None:
+    def log_failure_summary(self, log_dir: str) -> None:
         """Log what ended the job; ``log_dir`` is where the user redirects the workers' output."""
         self.log.log_summary(self._last_verdict, self._event_log.path, log_dir)
 
@@ -367,20 +367,15 @@ class RestartController:
 
         The page has steps that a full disk kept out of the log.
         """
-        logged = [
-            event for event in self._read_events(self._log_offset) if event["event"] in {"step", "commit"}
-        ]
+        logged: list[events.Event] = []
+        with contextlib.suppress(OSError):
+            found = events.read(self._event_log.path, self._log_offset)
+            # `extend` keeps what precedes an error.
+            logged.extend(event for event in found if event["event"] in {"step", "commit"})
         # In a container every agent has the same pid, but no agent of this node reuses a generation.
         records = read_own_records(self._event_log.path.parent, MAX_LOCAL_RANKS)
         own = (record for record in records if record.worker.assigned_generation == self.generation)
         return [*logged, *({"event": "step", "step": record.step} for record in own)]
-
-    def _read_events(self, offset: int) -> list[events.Event]:
-        """Return the node's events from byte ``offset`` on, up to the first read error."""
-        found: list[events.Event] = []
-        with contextlib.suppress(OSError):
-            found.extend(events.read(self._event_log.path, offset))  # extend keeps what precedes an error
-        return found
 
 
 def _list_nodes(view: StartWorkers) -> tuple[str, ...]:

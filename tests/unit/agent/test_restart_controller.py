@@ -286,7 +286,7 @@ def test_traceback_of_excluded_node_is_printed_once(
         controller.end_generation(None)
         with pytest.raises(NodeExcludedError):
             controller.start_generation(world(2, failure, nodes="ab"))
-        controller.log_failure_summary()
+        controller.log_failure_summary("")
     assert capsys.readouterr().err.count("Traceback: no") == 1
 
 
