@@ -77,11 +77,6 @@ class RunArguments:
         """The digest of the dataset as the script has built it; later it may keep other lists."""
         return digest_dataset(self.data)
 
-    @property
-    def node_dir(self) -> Path:
-        """The node's directory."""
-        return self.settings.ckpt_dir / self.settings.run_id / self.settings.node_name
-
 
 def open_context(
     collectives: Collectives, arguments: RunArguments, base_hook: worker_exit.Hook
@@ -90,13 +85,13 @@ def open_context(
 
     ``base_hook``: see `worker_exit.install_hook`.
     """
-    events = worker_exit.open_event_log(
-        arguments.node_dir / constants.EVENTS_FILE, arguments.settings.node_name, collectives.rank
-    )
+    settings = arguments.settings
+    path = settings.node_dir / constants.EVENTS_FILE
+    events = worker_exit.open_event_log(path, settings.node_name, collectives.rank)
     worker_exit.install_hook(events, base_hook)
     if arguments.batches is None:
         elastic_sampler.check_no_per_rank_state(arguments.data, collectives.size)
-    return RankContext(collectives, arguments.settings, events)
+    return RankContext(collectives, settings, events)
 
 
 class Generation:

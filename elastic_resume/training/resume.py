@@ -186,8 +186,7 @@ def resume(
         _check_single_data_order(tracked, batches)
         untracked.require_tracked_parameters(tracked)
         frozen, built_settings = FrozenParameters(tracked), BuiltSettings(tracked)
-        node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
-        _check_second_run(node_dir)
+        _check_second_run(settings.node_dir)
     except ElasticResumeError:
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
@@ -196,7 +195,7 @@ def resume(
     arguments = RunArguments(tracked, batches, data, options, settings, frozen, built_settings, start_s)
     run = Run(arguments, link, has_parked=starts_early, tensor_pool=tensor_pool)
     _prepare_wrappers(run, frozen, {"model": model, **(track or {})})
-    _resumed.add(node_dir)
+    _resumed.add(settings.node_dir)
     return run
 
 
