@@ -50,7 +50,7 @@ from elastic_resume.training.restartable import (
     release_wrapper,
     uninterrupted,
 )
-from elastic_resume.training.script_hooks import NoticeHooks, ScriptHooks
+from elastic_resume.training.script_hooks import ScriptHooks
 from elastic_resume.training.step_counter import StepCounter
 from elastic_resume.training.supervisor_link import SupervisorLink
 
@@ -101,7 +101,7 @@ class Run:
         self._script_hooks = ScriptHooks(
             lambda: announce.log_unused_settings(arguments.built_settings, self.rank)
         )
-        self._notice_hooks = NoticeHooks()
+        self._notice_hooks: list[Callable[[Preemption], object]] = []  # for the next notice
         self._asks_for_notices = False
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
@@ -359,7 +359,9 @@ class Run:
         self._count_step(count - 1)
         self._generation.await_observers()
         if self._notice_hooks and (notice := self._generation.find_notice()) is not None:
-            self._notice_hooks.run(notice)
+            hooks, self._notice_hooks = self._notice_hooks, []
+            for hook in hooks:
+                hook(notice)
         failpoints.hit("between-steps", self._generation.progress.position.step)
 
     @uninterrupted
@@ -578,7 +580,8 @@ class Run:
         It runs at most once in a generation: see `preemption`. If it raises, the exception reaches the
         script.
         """
-        self._notice_hooks.register(hook, is_permanent=not self._is_restartable)
+        is_permanent = not self._is_restartable
+        self._script_hooks.register(lambda: self._notice_hooks.append(hook), is_permanent=is_permanent)
         self._ask_for_notices()
         return hook
 
@@ -643,7 +646,7 @@ class Run:
         )
         self._tensor_pool = None
         self._script_hooks.begin_generation()
-        self._notice_hooks.begin_generation()
+        self._notice_hooks = []
         if self._asks_for_notices:
             self._generation.ask_for_notices()
         atexit.register(self._release)
