@@ -46,7 +46,7 @@ def find_global_batch(trainer: Any, options: dict[str, Any]) -> int:
     own_tensor = torch.tensor([own if type(own) is int and own > 0 else 0], device=args.device)
     recorded = int(trainer.accelerator.gather(own_tensor).max())
     if recorded not in {0, here} and args.process_index == 0:
-        console.show_log("elastic_resume: ", os.environ)  # as er.resume() does, later
+        console.show_log(os.environ)  # as er.resume() does, later
         logger.info(
             f"the global batch stays {recorded} samples, as at the job's first start. Here "
             f"{parts[0]} per device x {parts[1]} ranks x {parts[2]} accumulation steps would make {here}."

@@ -55,7 +55,7 @@ def _refuse_unknown_keywords(function: Callable[P, Run]) -> Callable[P, Run]:
         unknown = {name: value for name, value in kwargs.items() if name not in known}
         if unknown:
             worker_exit.install_startup_hook()
-            console.show_log("elastic_resume: ", os.environ)
+            console.show_log(os.environ)
             raise ConfigError(" ".join(_explain_unknown(name, unknown[name], known) for name in unknown))
         return function(*args, **kwargs)
 
@@ -153,7 +153,7 @@ def resume(
     start_s = time.clock_gettime(time.CLOCK_BOOTTIME) - read_start_ticks(os.getpid()) / TICKS_PER_S
     worker_exit.before_resume()
     try:
-        console.show_log("elastic_resume: ", os.environ)
+        console.show_log(os.environ)
         forget_agent_around_torchrun(os.environ)
         link = open_link()
         starts_early = constants.ENV_EARLY_START in os.environ
