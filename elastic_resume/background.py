@@ -178,7 +178,7 @@ def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], thread
 
 
 def listen(host: str) -> socket.socket:
-    """Listen at a free port of ``host``; at each address of this machine if ``host`` is a name."""
+    """Listen on TCP at ``host``, an address or a name of this node, at a port that the system chooses."""
     try:
         is_ipv6 = ipaddress.ip_address(host).version == 6
     except ValueError:  # a name may lead to a loopback address here, and to another one elsewhere
