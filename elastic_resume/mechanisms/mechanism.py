@@ -276,6 +276,9 @@ class Mechanism:
     """What its agents tell the leader, and how the leader judges it."""
     make_observer: Callable[[WorkerContext], StepObserver | None] | None = None
     """It may return None, on all ranks: then it observes nothing in this generation."""
+    open_evidence: Callable[[Callable[[], int]], tuple[int, int]] | None = None
+    """Return the descriptors of the file into which a worker writes evidence, and of the pipe by which its
+    agent requests that. It takes `WorkerContext.count_collectives`; one mechanism may have it."""
     make_note: Callable[[Path], Any] | None = None
     """Return what the local leader of a node's directory tells those of all nodes at a restore; small, and
     JSON. None: nothing."""
