@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from elastic_resume.data.rng import seeded as seeded
     from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
     from elastic_resume.launching.launcher import launch as launch
-    from elastic_resume.mechanisms.mechanism import Preemption as Preemption
+    from elastic_resume.mechanisms.preemption.notice import Preemption as Preemption
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
     from elastic_resume.state.open_checkpoint import load as load
     from elastic_resume.training.epochs import epochs as epochs
@@ -44,7 +44,7 @@ _MODULE_BY_NAME = {
     "ElasticSampler": "elastic_resume.data.elastic_sampler",
     "GlobalBatches": "elastic_resume.data.global_batches",
     "Position": "elastic_resume.checkpoint.manifest",
-    "Preemption": "elastic_resume.mechanisms.mechanism",
+    "Preemption": "elastic_resume.mechanisms.preemption.notice",
     "RankValues": "elastic_resume.data.rank_values",
     "ResumePlan": "elastic_resume.policy.resume_plan",
     "Run": "elastic_resume.training.run",

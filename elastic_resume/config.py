@@ -390,6 +390,11 @@ class Settings:
     resume_from: str | None = None  # the state to which the job goes back; None: no request
     archive: str = ""  # address of the tier that outlives all nodes; empty: none
 
+    @property
+    def node_dir(self) -> Path:
+        """The node's directory."""
+        return self.ckpt_dir / self.run_id / self.node_name
+
     def to_env(self) -> dict[str, str]:
         """Return the environment variables from which `for_worker` reads the same settings."""
         return {

@@ -111,7 +111,7 @@ def _find_line_start(stream: TextIO) -> str:
     return "\n" if getattr(bar, "_instances", ()) else ""
 
 
-def show_log(prefix: str, environ: Mapping[str, str]) -> None:
+def show_log(environ: Mapping[str, str]) -> None:
     """Print what elastic_resume logs from now on, unless its logger has a handler already.
 
     Raises:
@@ -122,7 +122,7 @@ def show_log(prefix: str, environ: Mapping[str, str]) -> None:
         if isinstance(package_logger, logging.Logger) and f"{name}.".startswith("elastic_resume."):
             package_logger.disabled = False  # logging.config.dictConfig disables loggers that exist before it
     if not PACKAGE_LOGGER.handlers:
-        PACKAGE_LOGGER.addHandler(StderrHandler(prefix))
+        PACKAGE_LOGGER.addHandler(StderrHandler("elastic_resume: "))
         PACKAGE_LOGGER.propagate = False  # a library's handler on the root logger would print the line again
     if PACKAGE_LOGGER.level == logging.NOTSET:
         PACKAGE_LOGGER.setLevel(logging.INFO)  # also for the error of a wrong variable

@@ -144,7 +144,7 @@ class EventLog:
             **common_fields: added to every event.
 
         """
-        self._path = path
+        self.path = path
         self._on_line = on_line
         self._memory_path = memory_path
         self._common_fields = common_fields
@@ -193,7 +193,7 @@ class EventLog:
         try:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o644)
+                self._descriptor = os.open(self.path, flags, 0o644)
                 self._ends_within_line = _is_last_line_torn(self._descriptor)
             line = b"\n" * self._ends_within_line + line
             written = os.write(self._descriptor, line)

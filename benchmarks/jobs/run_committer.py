@@ -19,7 +19,7 @@ from elastic_resume.slots.slot_pool import SlotPool
 def main() -> None:
     node_dir, run_id = Path(sys.argv[1]), sys.argv[2]
 
-    console.show_log("committer: ", os.environ)
+    console.show_log(os.environ)
     with NodeDir.claim(node_dir.parent.parent, run_id, node_dir.name):
         committer = CheckpointCommitter(node_dir, run_id, SlotPool(None), emit=lambda *_, **__: None)
         server = SnapshotServer(committer)

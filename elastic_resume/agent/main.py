@@ -82,7 +82,6 @@ def run_agent(
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr may be closed
         faulthandler.enable()  # a crash in native code must say where, since the node is lost without a word
-    limits = _read_limits(args, given_flags)
     metrics.check_installed(args.metrics)
     os.environ[constants.ENV_QUIET] = "1" if args.quiet else "0"  # workers read it too
     if "node_rank" in given_flags:
@@ -114,14 +113,9 @@ def run_agent(
                 node=settings.node_name,
             )
         ) as event_log:
+            limits = replace(_read_limits(args, given_flags), min_nodes=spec.config.min_nodes)
             controller = RestartController(
-                settings.node_name,
-                event_log,
-                events_path,
-                lease_page,
-                evidence,
-                limits=replace(limits, min_nodes=spec.config.min_nodes),
-                memory_monitor=memory_monitor,
+                event_log, lease_page, evidence, memory_monitor, node=settings.node_name, limits=limits
             )
             memory_monitor.start()
             agent = _Agent(
@@ -184,7 +178,7 @@ class _Agent:
                 # Before the parts are closed, which may read checkpoints: the newest snapshot's too.
                 _commit_newest(committer)
                 exit_code = self._report_end(outcome, committer)
-                self._pass_events_on()  # an upload may take long, and a person waits for the reason
+                self._pass_events_on()  # a mechanism may take long, and a person waits for the reason
             self.shutdown_controller.ignore_signals()
             self._finish_parts()
         if outcome.kind == "done" and self.spec.shared_dir is not None:

@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from elastic_resume import events
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
@@ -51,14 +50,13 @@ class RestartController:
 
     def __init__(
         self,
-        node: str,
         event_log: events.EventLog,
-        events_path: Path,
         lease_page: LeasePage,
         evidence: FailureEvents,
+        memory_monitor: MemoryMonitor,
         *,
-        limits: restart.RestartLimits | None = None,
-        memory_monitor: MemoryMonitor | None = None,
+        node: str,
+        limits: restart.RestartLimits,
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a generation's workers ended
         self.parts: Collection[AgentPart] = ()  # of the mechanisms
@@ -68,10 +66,9 @@ class RestartController:
         self._started_at = time.monotonic()
         self._node = node
         self._event_log = event_log
-        self._events_path = events_path
         self._lease_page = lease_page
         self._evidence = evidence
-        self._limits = limits or restart.RestartLimits()
+        self._limits = limits
         self._memory_monitor = memory_monitor
         self._history: tuple[GenerationResult, ...] = ()
         self._own_failures = 0  # generations that workers of this node ended by a failure
@@ -191,10 +188,9 @@ class RestartController:
             self._judge_generation(former, view, membership_changed=membership_changed, was_spare=was_spare)
         # Nothing has asked before the first start, so that this node joins without waiting for a driver.
         self._carry_out(self._decide_own_exclusion())
-        self._log_offset = file_size(self._events_path)
+        self._log_offset = file_size(self._event_log.path)
         self._evidence.clear()
-        if self._memory_monitor is not None:
-            self._memory_monitor.reset()
+        self._memory_monitor.reset()
         self._event_log.emit(
             "generation-start",
             generation=view.generation,
@@ -347,20 +343,19 @@ class RestartController:
             return reporting_node.reports_stop(self._node, members)
         return reporting_node.reports_end(self._node, members, self._end.reason if self._end else None)
 
-    def log_failure_summary(self, log_dir: str = "") -> None:
+    def log_failure_summary(self, log_dir: str) -> None:
         """Log what ended the job; ``log_dir`` is where the user redirects the workers' output."""
-        self.log.log_summary(self._last_verdict, self._events_path, log_dir)
+        self.log.log_summary(self._last_verdict, self._event_log.path, log_dir)
 
     # ---- what a generation's workers did ---------------------------------------------------------------
 
     def _observe(self, *, failed: bool = False) -> GenerationResult:
         """Return the outcome of the generation as this node sees it; it ``failed`` with any failure, too."""
-        monitor = self._memory_monitor
         result = restart.summarize_generation(
             [*self._evidence.read(), *self._read_steps()],
             node=self._node,
             num_nodes=len(self._view.members) if self._view else 1,
-            memory_pressure=monitor.read_pressure() if monitor is not None else None,
+            memory_pressure=self._memory_monitor.read_pressure(),
         )
         found = (failure for part in self.parts for failure in part.find_failures())
         result = replace(result, failures=(*found, *result.failures))
@@ -372,20 +367,15 @@ class RestartController:
 
         The page has steps that a full disk kept out of the log.
         """
-        logged = [
-            event for event in self._read_events(self._log_offset) if event["event"] in {"step", "commit"}
-        ]
+        logged: list[events.Event] = []
+        with contextlib.suppress(OSError):
+            found = events.read(self._event_log.path, self._log_offset)
+            # `extend` keeps what precedes an error.
+            logged.extend(event for event in found if event["event"] in {"step", "commit"})
         # In a container every agent has the same pid, but no agent of this node reuses a generation.
-        records = read_own_records(self._events_path.parent, MAX_LOCAL_RANKS)
+        records = read_own_records(self._event_log.path.parent, MAX_LOCAL_RANKS)
         own = (record for record in records if record.worker.assigned_generation == self.generation)
         return [*logged, *({"event": "step", "step": record.step} for record in own)]
-
-    def _read_events(self, offset: int) -> list[events.Event]:
-        """Return the node's events from byte ``offset`` on, up to the first read error."""
-        found: list[events.Event] = []
-        with contextlib.suppress(OSError):
-            found.extend(events.read(self._events_path, offset))  # extend keeps what precedes an error
-        return found
 
 
 def _list_nodes(view: StartWorkers) -> tuple[str, ...]:

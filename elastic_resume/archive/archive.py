@@ -50,7 +50,7 @@ _CONFLICT_PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 2.0)
 _LOGGER = logging.getLogger(__name__)
 
 
-def open_archive(address: str, run_id: str, setting: str = "--archive") -> Archive:
+def open_archive(address: str, run_id: str) -> Archive:
     """Open the part of ``run_id`` of the archive at ``address``; nothing is read or written yet.
 
     Raises:
@@ -59,8 +59,7 @@ def open_archive(address: str, run_id: str, setting: str = "--archive") -> Archi
     """
     if not re.fullmatch(constants.SAFE_NAME_PATTERN, run_id):
         raise ConfigError(f"the run id {run_id[:100]!r} cannot be a name in an archive.")
-    parsed = parse_address(setting, address)
-    return Archive(open_store(parsed), run_id)
+    return Archive(open_store(parse_address("--archive", address)), run_id)
 
 
 def open_store(address: Address) -> Store:

@@ -111,12 +111,7 @@ def prepare(
     else:
         model, optimizer = (_map(accelerator.prepare, item) for item in (model, optimizer))
     if scheduler is not None:
-        scheduler = _map(accelerator.prepare, scheduler)
-        for wrapper in _values(scheduler):
-            if isinstance(wrapper, AcceleratedScheduler):
-                set_known(wrapper, "split_batches", True)  # else it steps once per process of now
-                if batches is not None and not accelerator.split_batches:
-                    accelerate_loader.step_per_process(wrapper, batches)
+        scheduler = _prepare_scheduler(accelerator, scheduler, batches)
     if accelerator.has_lomo_optimizer:
         raise ConfigError(
             "LOMO optimizers change the weights during backward(), so no step boundary has a whole state. "
@@ -144,6 +139,19 @@ def prepare(
         accelerate_loader.gather_uneven(accelerator, batches)
     _replace_methods(accelerator, run, optimizer)
     return Prepared(run, model, optimizer, scheduler)
+
+
+def _prepare_scheduler(
+    accelerator: Accelerator, scheduler: Any, batches: accelerate_loader.FirstWorldBatches | None
+) -> Any:
+    """Prepare schedulers, and let each step as often in any world; ``batches`` are of the script's loader."""
+    prepared = _map(accelerator.prepare, scheduler)
+    for wrapper in _values(prepared):
+        if isinstance(wrapper, AcceleratedScheduler):
+            set_known(wrapper, "split_batches", True)  # else it steps once per process of now
+            if batches is not None and not accelerator.split_batches:
+                accelerate_loader.step_per_process(wrapper, batches)
+    return prepared
 
 
 def _replace_methods(accelerator: Accelerator, run: Run, optimizer: Any) -> None:

@@ -23,6 +23,7 @@ from elastic_resume.data.elastic_sampler import has_our_batches
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import ConfigError
 from elastic_resume.integrations import set_known
+from elastic_resume.training.epochs import replace_iterators
 from elastic_resume.training.run import Run
 
 
@@ -95,19 +96,13 @@ def take_over(accelerator: Accelerator, loader: Any) -> FirstWorldBatches | None
 
 
 def read_for_run(accelerator: Accelerator, loader: Any, run: Run) -> None:
-    """Let ``for batch in loader`` count the micro-batches of ``run``, and move each batch to the device.
+    """Let ``for batch in loader`` count the micro-batches of ``run``, and move each batch to the device."""
+    batches = loader.batch_sampler
 
-    A ``for`` statement looks up ``__iter__`` in the object's class, so the object gets a class of its own.
-    """
-    kind, batches = type(loader), loader.batch_sampler
-
-    class Plain:
-        def __iter__(self) -> Iterator[Any]:
-            return kind.__iter__(loader)  # type: ignore[no-any-return]
-
-    def iterate(_: Any) -> Iterator[Any]:
+    def iterate(make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         try:
-            for batch in Plain() if batches.micro_batch is None else run.micro_batches(Plain()):
+            plain = make_iterator()
+            for batch in plain if batches.micro_batch is None else run.micro_batches(plain):
                 batches.read_weight = run.loss_weight
                 if not accelerator.device_placement:
                     yield batch
@@ -116,8 +111,7 @@ def read_for_run(accelerator: Accelerator, loader: Any, run: Run) -> None:
         finally:
             batches.read_weight = 1.0
 
-    names = {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    loader.__class__ = type(kind.__name__, (kind,), names)
+    replace_iterators(loader, iterate)
 
 
 def gather_uneven(accelerator: Accelerator, batches: FirstWorldBatches) -> None:

@@ -60,8 +60,7 @@ class Loggers(RankState):
         self._is_local_leader = self._is_first = False
         place = {name: resume_options[name] for name in _PLACE if name in resume_options}
         settings = Settings.for_worker(os.environ, sys.argv[0], **place)
-        node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
-        self._file = node_dir / constants.LOGGER_VERSIONS_FILE
+        self._file = settings.node_dir / constants.LOGGER_VERSIONS_FILE
         self._unnumbered = [one for one in (*self._csv, *self._boards) if one._version is None]  # noqa: SLF001
         is_new = resume_options.get("resume") == "never"
         noted = self._read_noted()  # None before this run's first start

@@ -9,7 +9,7 @@ them where Lightning has no callback. It extends these methods of DDPStrategy:
 - ``process_dataloader`` puts a `GlobalBatches` in the place of the DistributedSampler that Lightning adds;
 - ``backward`` multiplies the loss by its weight, and ``on_train_batch_start`` takes the weight of the batch
   and lets DDP's buffers follow rank 0;
-- ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection, and
+- ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` are `Run.busy`, and
   ``validation_step`` goes on with that;
 - ``on_train_start`` records that the training loop ran;
 - ``setup_distributed``, ``configure_ddp``, ``barrier`` and ``broadcast``: with ``restartable=True`` ranks
@@ -619,7 +619,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_validation_start(self) -> None:
-        """Pause hang detection during a validation."""
+        """Keep the run busy during a validation."""
         super().on_validation_start()
         if _is_fitting(self._trainer):
             self._note_validation()
@@ -636,7 +636,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._busy_since = time.monotonic()
 
     def on_validation_end(self) -> None:
-        """Watch for hangs again."""
+        """Be busy no more."""
         self._busy.close()
         super().on_validation_end()
 

@@ -41,12 +41,12 @@ def find_global_batch(trainer: Any, options: dict[str, Any]) -> int:
     here = parts[0] * parts[1] * parts[2]
     names = {name: options[name] for name in ("ckpt_dir", "run_id", "node_name") if options.get(name)}
     settings = Settings.for_worker(os.environ, sys.argv[0], **names)
-    path = settings.ckpt_dir / settings.run_id / settings.node_name / TRAINER_FILE
+    path = settings.node_dir / TRAINER_FILE
     own = (node_dir.read_json(path) or {}).get("global_batch")
     own_tensor = torch.tensor([own if type(own) is int and own > 0 else 0], device=args.device)
     recorded = int(trainer.accelerator.gather(own_tensor).max())
     if recorded not in {0, here} and args.process_index == 0:
-        console.show_log("elastic_resume: ", os.environ)  # as er.resume() does, later
+        console.show_log(os.environ)  # as er.resume() does, later
         logger.info(
             f"the global batch stays {recorded} samples, as at the job's first start. Here "
             f"{parts[0]} per device x {parts[1]} ranks x {parts[2]} accumulation steps would make {here}."

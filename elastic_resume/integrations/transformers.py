@@ -20,7 +20,7 @@ These methods of the Trainer are overridden:
   in an attribute ``compute_loss`` that wraps the class's own. So a step's loss is the mean over its global
   batch, also if the ranks' shares differ.
 - ``_maybe_log_save_evaluate`` counts the step afterwards.
-- ``_evaluate`` and ``_save_checkpoint`` pause hang detection.
+- ``_evaluate`` and ``_save_checkpoint`` are `Run.busy`.
 - ``_load_rng_state`` does nothing, because the run seeds the generators.
 - ``_finalize_training`` commits the final state before the best model is loaded. In another start of a
   finished job, this and ``log`` return the times and rates of the start that finished it.

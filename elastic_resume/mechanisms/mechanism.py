@@ -37,19 +37,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Preemption:
-    """A notice that a node of the job is to stop. All ranks have the same one.
-
-    ``node`` is its name, ``reason`` what announced it: a signal or a cloud. ``seconds`` were left to it when
-    the step boundary was agreed at which all ranks got the notice.
-    """
-
-    reason: str
-    node: str
-    seconds: float
-
-
 class StepObserver:
     """Measures steps in a worker, in one generation."""
 
@@ -66,8 +53,8 @@ class StepObserver:
     def ask(self) -> None:
         """Note that the script asks for notices; other ranks' need not."""
 
-    def find_notice(self) -> Preemption | None:
-        """Return what the script may know of a node's end, the same on all ranks at a step boundary."""
+    def find_notice(self) -> object:
+        """Return what the script may know of a node's end, or None; at a step boundary all ranks agree."""
         return None
 
     def may_end(self, requested_at: float) -> bool:
@@ -289,6 +276,9 @@ class Mechanism:
     """What its agents tell the leader, and how the leader judges it."""
     make_observer: Callable[[WorkerContext], StepObserver | None] | None = None
     """It may return None, on all ranks: then it observes nothing in this generation."""
+    open_evidence: Callable[[Callable[[], int]], tuple[int, int]] | None = None
+    """Return the descriptors of the file into which a worker writes evidence, and of the pipe by which its
+    agent requests that. It takes `WorkerContext.count_collectives`; one mechanism may have it."""
     make_note: Callable[[Path], Any] | None = None
     """Return what the local leader of a node's directory tells those of all nodes at a restore; small, and
     JSON. None: nothing."""

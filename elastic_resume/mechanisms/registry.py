@@ -53,6 +53,7 @@ MECHANISM_OPTIONS = tuple(option for mechanism in MECHANISMS for option in mecha
 REPORT_LINES = tuple(mechanism.report_line for mechanism in MECHANISMS if mechanism.report_line)
 CHART_LOADERS = tuple(mechanism.load_charts for mechanism in MECHANISMS if mechanism.load_charts)
 STATUS_MEMBERS = tuple(mechanism.status for mechanism in MECHANISMS if mechanism.status)
+OPEN_EVIDENCE = next((mechanism.open_evidence for mechanism in MECHANISMS if mechanism.open_evidence), None)
 _OBSERVERS = tuple(mechanism for mechanism in MECHANISMS if mechanism.make_observer)
 _MEASURING = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_measuring)
 _NOTES = tuple(mechanism for mechanism in MECHANISMS if mechanism.make_note)

@@ -5,7 +5,7 @@ ones in the same order, so a number means the same call on each of them.
 
 The format is that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp`` in
 https://github.com/pytorch/pytorch, which ``torch/distributed/flight_recorder/components/types.py`` reads too.
-A process has several recorders, see `training.heartbeat.FLIGHT_RECORDERS`.
+A process has several recorders: one for each backend, and perhaps more for NCCL.
 
 A dump comes from the script's process, so it may hold anything: an unreadable entry is left out.
 """

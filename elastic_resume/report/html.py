@@ -78,15 +78,15 @@ STATE_LABELS = {
 ARCHIVED_LABEL = ("good", "in the archive")
 
 
-def render_page(report: RunReport, title: str = "") -> str:
-    """Return the page of a run; ``title`` replaces the run's name."""
+def render_page(report: RunReport) -> str:
+    """Return the page of a run."""
 
     def later(part: Sequence[Any]) -> str:
         return f"{format_since_start(report, part[0].t)} after the start and later"
 
     return _template().render(
         report=report,
-        title=title or report.run_id or "a run",
+        title=report.run_id or "a run",
         version=__version__,
         since=functools.partial(format_since_start, report),
         state=_run_state(report),

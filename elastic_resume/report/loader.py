@@ -1,8 +1,8 @@
-"""Load the events, checkpoints and hang reports of one run from the paths that a person typed.
+"""Load the events, checkpoints and stacks of one run from the paths that a person typed.
 
 The logs of a run's nodes may lie in several places: a shared disk, and copies of the nodes' own disks.
 Identical lines are one event. Directories may have any name, since the logs hold the names of the run and its
-nodes. This module only reads, and follows no link to a hang report. A file that cannot be read becomes a
+nodes. This module only reads, and follows no link to a file of stacks. A file that cannot be read becomes a
 problem with its reason; the rest is loaded.
 """
 
@@ -22,13 +22,13 @@ from elastic_resume.mechanisms.registry import CHART_LOADERS
 from elastic_resume.report import checkpoints
 from elastic_resume.report.checkpoints import CheckpointEntry, FoundNodeDir, FoundPath
 
-MAX_STACK_FILES = 50  # the newest hang reports are read
+MAX_STACK_FILES = 50  # the newest are read
 MAX_STACKS_BYTES = 256 * 1024
 
 
 @dataclass
 class LoadedRun:
-    """What was loaded. ``stacks`` are hang reports by NODE/FILE, ``charts`` those of mechanisms."""
+    """What was loaded. ``stacks`` are texts by NODE/FILE, ``charts`` those of mechanisms."""
 
     events: list[Event] = field(default_factory=list)
     checkpoints: list[CheckpointEntry] = field(default_factory=list)
@@ -124,7 +124,7 @@ def _load_stacks(node_dirs: Iterable[FoundNodeDir], loaded: LoadedRun) -> None:
     files = [
         (path, node_dir.node)
         for node_dir in node_dirs
-        for path in node_dir.path.glob(f"{constants.HANGS_DIR}/*.txt")
+        for path in node_dir.path.glob(f"{constants.STACKS_DIR}/*.txt")
     ]
     files.sort(key=lambda item: checkpoints.modified_at(item[0]) or 0.0)
     for path, node in files[-MAX_STACK_FILES:]:
@@ -137,7 +137,7 @@ def _load_stacks(node_dirs: Iterable[FoundNodeDir], loaded: LoadedRun) -> None:
 
 
 def _read_stack_file(path: Path) -> bytes:
-    """Read a hang report, unless it is a link: pages are shared, and a link may point at any file."""
+    """Read a file of stacks, unless it is a link: pages are shared, and a link may point at any file."""
     if path.parent.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
         raise OSError("not a regular file")
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:

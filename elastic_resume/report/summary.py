@@ -2,7 +2,7 @@
 
 `build_run_report` computes everything once: history, goodput, alerts, checkpoints, and a verdict with
 hints. `format_text`, the page (`html`) and `format_json` show it. Any list of events gives a report.
-Checkpoints on disk, hang reports and read errors are arguments, because events do not contain them. Pure.
+Checkpoints on disk, stacks and read errors are arguments, because events do not contain them. Pure.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class RunReport:
     """Everything that a report shows of one run.
 
     ``downtimes`` are by the number of the generation that ended. ``silent_s`` is the time since the last
-    event, if the present is known. ``stacks`` are hang reports by NODE/FILE. ``charts`` are for the page.
+    event, if the present is known. ``stacks`` are texts by NODE/FILE. ``charts`` are for the page.
     """
 
     run_id: str

@@ -62,7 +62,7 @@ from elastic_resume.policy.resume_plan import (
 )
 from elastic_resume.proof import record
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
-from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
+from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, LoadedState, NodeFailures, RestoreAttempt
 from elastic_resume.restore.replica_check import (
     digest_script_state,
     find_first_difference,
@@ -160,16 +160,56 @@ def restore(
     inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]
     _check_archives(context, inventories)
     failpoints.hit("resume.planned")
+    plan, inventories, loaded = _load_newest(
+        context, sources, inventories, tracked, slot_client=slot_client, tensor_pool=tensor_pool
+    )
+    manifest, is_on_own_disk = None, False
+    if loaded is None:  # a cold start
+        context.run_on_all_ranks(lambda: raise_if_set(disk_error))
+        _broadcast_first_state(context, flat, tracked)
+        flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
+    else:
+        state, flat = loaded
+        manifest, is_on_own_disk = state.manifest, state.on_disk
+    failpoints.hit("resume.loaded")
+    on_disk = _record_generation(context, node_dir, plan.generation, on_disk=is_on_own_disk)
+    if disk_error is not None and loaded is not None:
+        logger.warning(
+            f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
+        )
+    return ResumeResult(
+        plan,
+        manifest,
+        flat,
+        tuple(context.local_leader_by_node),
+        time.monotonic() - started_at,
+        on_disk,
+        _find_earlier_command(plan, inventories),
+        _find_own_abandoned(context, inventories, plan),
+        tuple((each.node, each.notes) for each in inventories),
+    )
+
+
+def _load_newest(
+    context: RankContext,
+    sources: Mapping[str, StateSource],
+    inventories: list[Inventory],
+    tracked: Mapping[str, Any],
+    *,
+    slot_client: SlotClient | None,
+    tensor_pool: TensorPool | None,
+) -> tuple[ResumePlan, list[Inventory], tuple[LoadedState, FlatState] | None]:
+    """Load the newest state that all ranks can load.
+
+    Return its plan, the inventories without the states that failed, and the state. It is None if the start
+    is cold.
+    """
     wait = _ArchiveWait(context)
     while True:
         inventories = _list_all_that_counts(context, sources, inventories, wait)
         plan = _choose_plan(context, inventories)
         if plan.kind == "cold":
-            context.run_on_all_ranks(lambda: raise_if_set(disk_error))
-            _broadcast_first_state(context, flat, tracked)
-            flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
-            loaded = None
-            break
+            return plan, inventories, None
         try:
             loaded, failures = RestoreAttempt(context, plan, slot_client, tensor_pool, sources).run(tracked)
             if loaded is not None:
@@ -183,25 +223,12 @@ def restore(
         if loaded is not None and not failures:
             loaded.publish_slot(slot_client)
             wait.end()
-            break
+            return plan, inventories, (loaded, flat)
         if (error := _find_archive_failure(plan, sources, inventories, failures)) is not None:
             wait.pause(error)
             continue
         inventories = _exclude_failed_states(context, plan, sources, inventories, failures)
         inventories = _list_more(context, sources, inventories)
-    failpoints.hit("resume.loaded")
-    on_disk = _record_generation(
-        context, node_dir, plan.generation, on_disk=loaded is not None and loaded.on_disk
-    )
-    earlier_command = _find_earlier_command(plan, inventories)
-    if disk_error is not None and loaded is not None:
-        logger.warning(
-            f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
-        )
-    manifest, nodes = loaded.manifest if loaded is not None else None, tuple(context.local_leader_by_node)
-    duration_s, abandoned = time.monotonic() - started_at, _find_own_abandoned(context, inventories, plan)
-    notes = tuple((each.node, each.notes) for each in inventories)
-    return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command, abandoned, notes)
 
 
 def _choose_plan(context: RankContext, inventories: Sequence[Inventory]) -> ResumePlan:

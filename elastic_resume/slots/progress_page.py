@@ -6,7 +6,7 @@ Generation is stored before step, and a new generation first stores step 0: a re
 generation, new step).
 
 The first part (`ProgressPage.newest_progress`) serves only to count the lost steps. No state is resumed from
-it, so impossible numbers are passed over. The second part (`read_records`) is for the agent's hang detector:
+it, so impossible numbers are passed over. The second part (`read_records`) is for the agent:
 the process of each rank, the time of its last step, and how to request its stacks.
 
 The page's blocks are allocated when it is opened, since a store into a hole on a full disk would raise

@@ -133,7 +133,7 @@ def epochs(count: int, data: Any = None, *, accumulate: int = 1, **arguments: An
             "count its steps from the latter."
         )
     counter = _count_steps(run, accumulate, explain)
-    _watch_loader(data, counter)
+    replace_iterators(data, counter.read)
     return Epochs(count, run, counter)
 
 
@@ -253,15 +253,15 @@ def _explain_own_order(data: Any, accumulate: int) -> Callable[[int], str]:
     return explain
 
 
-def _watch_loader(loader: Any, counter: StepCounter) -> None:
-    """Let ``counter`` see the requests of each iteration over ``loader``.
+def replace_iterators(loader: Any, replace: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> None:
+    """Let ``replace`` return each iterator over ``loader``. It takes what makes the loader's own.
 
     A ``for`` statement looks up ``__iter__`` in the object's class, so the object gets a class of its own.
     """
     kind = type(loader)
 
     def iterate(self: Any) -> Iterator[Any]:
-        return counter.read(lambda: kind.__iter__(self))
+        return replace(lambda: kind.__iter__(self))
 
     names = {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     loader.__class__ = type(kind.__name__, (kind,), names)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ElasticResumeError, MachineError, UsageError
-from elastic_resume.mechanisms.mechanism import Preemption, WorkerContext
+from elastic_resume.mechanisms.mechanism import WorkerContext
 from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
@@ -77,11 +77,6 @@ class RunArguments:
         """The digest of the dataset as the script has built it; later it may keep other lists."""
         return digest_dataset(self.data)
 
-    @property
-    def node_dir(self) -> Path:
-        """The node's directory."""
-        return self.settings.ckpt_dir / self.settings.run_id / self.settings.node_name
-
 
 def open_context(
     collectives: Collectives, arguments: RunArguments, base_hook: worker_exit.Hook
@@ -90,13 +85,13 @@ def open_context(
 
     ``base_hook``: see `worker_exit.install_hook`.
     """
-    events = worker_exit.open_event_log(
-        arguments.node_dir / constants.EVENTS_FILE, arguments.settings.node_name, collectives.rank
-    )
+    settings = arguments.settings
+    path = settings.node_dir / constants.EVENTS_FILE
+    events = worker_exit.open_event_log(path, settings.node_name, collectives.rank)
     worker_exit.install_hook(events, base_hook)
     if arguments.batches is None:
         elastic_sampler.check_no_per_rank_state(arguments.data, collectives.size)
-    return RankContext(collectives, arguments.settings, events)
+    return RankContext(collectives, settings, events)
 
 
 class Generation:
@@ -130,8 +125,7 @@ class Generation:
             cleanup.callback(context.events.close)
             node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
             cleanup.callback(node_dir.release)
-            page, shared = _open_page_and_share(context, node_dir, arguments.dataset_digest)
-            self._options, seed, digests = shared.options, shared.seed, shared.dataset_digests
+            page, seed, self._options, digests = _share(context, node_dir, arguments.dataset_digest)
             self.bucket_order = BucketOrder()
             self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
             # Else a cold start would give all ranks rank 0's.
@@ -174,7 +168,6 @@ class Generation:
             self.replay = self._begin_replay()
             # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
             context.run_on_all_ranks(lambda: None)
-            cleanup.callback(self.drain_request.restore_handler)
             self._begin(result, wrappers, cleanup)
             self._cleanup = cleanup.pop_all()
 
@@ -186,6 +179,7 @@ class Generation:
     ) -> None:
         """Prepare the checks of the first steps, and report the start."""
         context, position = self.context, self.progress.position
+        cleanup.callback(self.drain_request.restore_handler)
         self._rank0_buffers = Rank0Buffers(context, self.tracked)
         self._ddp_check = ddp_check.DDPCheck(context, wrappers, self._rank0_buffers)
         self._replica_check = replica_check.FirstStepsCheck(context, self.tracked)
@@ -436,7 +430,7 @@ class Generation:
                 while any(observer.is_held() for observer in self._observers):
                     time.sleep(HOLD_POLL_S)
 
-    def find_notice(self) -> Preemption | None:
+    def find_notice(self) -> Any:
         """Return the notice that all ranks have; None in a proof, whose steps must repeat the first ones."""
         found = None if self.replay is not None else (each.find_notice() for each in self._observers)
         return next(filter(None, found or ()), None)
@@ -511,20 +505,13 @@ def _set_seeds(random_numbers: rng.RandomNumbers, batches: GlobalBatches | None,
         batches.worker_seed = random_numbers.seed if options.rng == rng.DERIVED else None
 
 
-class _SharedValues(NamedTuple):
-    """What all ranks know at the start: rank 0's seed and options of mechanisms, and each rank's dataset."""
-
-    seed: int
-    options: dict[str, Any]
-    dataset_digests: list[int]
-
-
-def _open_page_and_share(
+def _share(
     context: RankContext, node_dir: NodeDir, dataset_digest: int
-) -> tuple[ProgressPage, _SharedValues]:
+) -> tuple[ProgressPage, int, dict[str, Any], list[int]]:
     """Open the node's progress page, check the node names, and share values; it takes one gather.
 
-    Scripts may have given torch.manual_seed different numbers on each rank, and nodes have other settings.
+    Return the page, rank 0's seed, its options of mechanisms, and the digest of each rank's dataset. Scripts
+    may have given torch.manual_seed different numbers on each rank, and nodes have other settings.
     """
 
     def open_page() -> tuple[ProgressPage, Any]:
@@ -537,7 +524,7 @@ def _open_page_and_share(
     page, shared = context.run_and_gather(open_page)
     context.check_node_names_unique([identity for identity, *_ in shared])
     _, seed, _, options = shared[0]
-    return page, _SharedValues(int(seed), options, [int(digest) for _, _, digest, _ in shared])
+    return page, int(seed), options, [int(digest) for _, _, digest, _ in shared]
 
 
 def _check_dataset(digests: list[int], marks: dict[str, int], result: ResumeResult, rank: int) -> None:

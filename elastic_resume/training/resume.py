@@ -55,7 +55,7 @@ def _refuse_unknown_keywords(function: Callable[P, Run]) -> Callable[P, Run]:
         unknown = {name: value for name, value in kwargs.items() if name not in known}
         if unknown:
             worker_exit.install_startup_hook()
-            console.show_log("elastic_resume: ", os.environ)
+            console.show_log(os.environ)
             raise ConfigError(" ".join(_explain_unknown(name, unknown[name], known) for name in unknown))
         return function(*args, **kwargs)
 
@@ -153,7 +153,7 @@ def resume(
     start_s = time.clock_gettime(time.CLOCK_BOOTTIME) - read_start_ticks(os.getpid()) / TICKS_PER_S
     worker_exit.before_resume()
     try:
-        console.show_log("elastic_resume: ", os.environ)
+        console.show_log(os.environ)
         forget_agent_around_torchrun(os.environ)
         link = open_link()
         starts_early = constants.ENV_EARLY_START in os.environ
@@ -186,8 +186,7 @@ def resume(
         _check_single_data_order(tracked, batches)
         untracked.require_tracked_parameters(tracked)
         frozen, built_settings = FrozenParameters(tracked), BuiltSettings(tracked)
-        node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
-        _check_second_run(node_dir)
+        _check_second_run(settings.node_dir)
     except ElasticResumeError:
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
@@ -196,7 +195,7 @@ def resume(
     arguments = RunArguments(tracked, batches, data, options, settings, frozen, built_settings, start_s)
     run = Run(arguments, link, has_parked=starts_early, tensor_pool=tensor_pool)
     _prepare_wrappers(run, frozen, {"model": model, **(track or {})})
-    _resumed.add(node_dir)
+    _resumed.add(settings.node_dir)
     return run
 
 

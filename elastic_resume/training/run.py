@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +28,6 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.data.global_batches import MicroBatch
 from elastic_resume.errors import MachineError, UsageError, WorldChanged
-from elastic_resume.mechanisms.mechanism import Preemption
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.group_connections import GroupConnections
@@ -51,16 +50,19 @@ from elastic_resume.training.restartable import (
     release_wrapper,
     uninterrupted,
 )
-from elastic_resume.training.script_hooks import NoticeHooks, ScriptHooks
+from elastic_resume.training.script_hooks import ScriptHooks
 from elastic_resume.training.step_counter import StepCounter
 from elastic_resume.training.supervisor_link import SupervisorLink
+
+if TYPE_CHECKING:
+    from elastic_resume.mechanisms.preemption.notice import Preemption
 
 logger = logging.getLogger(__name__)
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
 W = TypeVar("W", bound=Callable[[WorldChange], object])
-N = TypeVar("N", bound=Callable[[Preemption], object])
+N = TypeVar("N", bound="Callable[[Preemption], object]")
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -99,7 +101,7 @@ class Run:
         self._script_hooks = ScriptHooks(
             lambda: announce.log_unused_settings(arguments.built_settings, self.rank)
         )
-        self._notice_hooks = NoticeHooks()
+        self._notice_hooks: list[Callable[[Preemption], object]] = []  # for the next notice
         self._asks_for_notices = False
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
@@ -169,7 +171,8 @@ class Run:
         gets the notice. The next generation begins with None.
         """
         self._ask_for_notices()
-        return self._generation.find_notice()
+        notice: Preemption | None = self._generation.find_notice()
+        return notice
 
     # ---- training ------------------------------------------------------------------------------------
 
@@ -355,8 +358,10 @@ class Run:
         self._script_hooks.run()
         self._count_step(count - 1)
         self._generation.await_observers()
-        if self._notice_hooks and (preemption := self._generation.find_notice()) is not None:
-            self._notice_hooks.run(preemption)
+        if self._notice_hooks and (notice := self._generation.find_notice()) is not None:
+            hooks, self._notice_hooks = self._notice_hooks, []
+            for hook in hooks:
+                hook(notice)
         failpoints.hit("between-steps", self._generation.progress.position.step)
 
     @uninterrupted
@@ -575,7 +580,8 @@ class Run:
         It runs at most once in a generation: see `preemption`. If it raises, the exception reaches the
         script.
         """
-        self._notice_hooks.register(hook, is_permanent=not self._is_restartable)
+        is_permanent = not self._is_restartable
+        self._script_hooks.register(lambda: self._notice_hooks.append(hook), is_permanent=is_permanent)
         self._ask_for_notices()
         return hook
 
@@ -640,7 +646,7 @@ class Run:
         )
         self._tensor_pool = None
         self._script_hooks.begin_generation()
-        self._notice_hooks.begin_generation()
+        self._notice_hooks = []
         if self._asks_for_notices:
             self._generation.ask_for_notices()
         atexit.register(self._release)

@@ -1,9 +1,8 @@
-"""Keep the hooks that a script registers: for the start of a generation, and for a notice within it."""
+"""Keep the hooks that a script registers, and run those for the start of a generation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 
 class ScriptHooks:
@@ -48,31 +47,3 @@ class ScriptHooks:
         for hook in hooks:
             hook()
         self._after()
-
-
-class NoticeHooks:
-    """Hooks of one process, which run at most once in each generation."""
-
-    def __init__(self) -> None:
-        self._permanent: list[Callable[[Any], object]] = []
-        self._waiting: list[Callable[[Any], object]] = []
-
-    def __bool__(self) -> bool:
-        """Whether one waits."""
-        return bool(self._waiting)
-
-    def register(self, hook: Callable[[Any], object], *, is_permanent: bool) -> None:
-        """Add a hook to this generation; a permanent one to all later ones too."""
-        self._waiting.append(hook)
-        if is_permanent:
-            self._permanent.append(hook)
-
-    def begin_generation(self) -> None:
-        """Let the permanent hooks wait again."""
-        self._waiting = list(self._permanent)
-
-    def run(self, notice: object) -> None:
-        """Run the hooks that wait."""
-        hooks, self._waiting = self._waiting, []
-        for hook in hooks:
-            hook(notice)

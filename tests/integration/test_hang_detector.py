@@ -295,7 +295,7 @@ def test_hung_worker_is_killed_and_reported_once(stage: Stage) -> None:
     """A worker without a handler for the signal is not asked for its stacks."""
     stage.hang()
     wait_for(lambda: stage.is_killed, "the worker to be dead")
-    report = stage.path / constants.HANGS_DIR / "g3-s11.txt"
+    report = stage.path / constants.STACKS_DIR / "g3-s11.txt"
     wait_for(report.exists, "the report")
     ((kind, fields),) = stage.events
     assert (kind, fields["suspects"][0]["worker_pid"]) == ("hang", stage.pid)
@@ -445,7 +445,7 @@ def test_unwritable_report_is_logged(stage: Stage, caplog: pytest.LogCaptureFixt
 
 def test_detector_keeps_newest_reports_and_other_files(stage: Stage) -> None:
     """Generation and step are compared as numbers, not as text."""
-    directory = stage.path / constants.HANGS_DIR
+    directory = stage.path / constants.STACKS_DIR
     directory.mkdir()
     (directory / "notes.txt").touch()
     names = [

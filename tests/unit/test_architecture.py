@@ -62,23 +62,22 @@ IMPURE = frozenset(
 )
 MAX_FUNCTION_LINES = 70
 MAX_MODULE_LINES = 800
-# For each mechanism: its words, and the files beside its own and the registry that use them. The kinds of
-# failures are the core's words, whichever mechanism finds one: a hang, a node that was preempted. A fault of
+# For each mechanism: its words, and the files beside its own and the registry that use them. A fault of
 # testing/ may have the name of what it causes; a file there counts only if it imports the mechanism.
-# What a script reads is the core's too: `Run.preemption`.
+# The kinds of failures are the core's words, whichever mechanism finds one: a hang, the Xid of a broken GPU,
+# and a node that was "preempted", which is any that a signal asked to leave, as schedulers do too. A notice
+# is what any mechanism may give a script. An archive is a tier: the mechanism only puts checkpoints there. A
+# restore compares replicas too, so --check-replicas is the core's.
 MECHANISM_WORDS = {
-    "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
-    "collapsed_output": (r"collapse[-_]output|line[-_ ]?collapser", {"config_file.py"}),
-    "compile_cache": (r"compile[-_ ]?cache|compile artifacts", {"config_file.py"}),
+    "archive": (r"uploader|last[-_ ]?upload|archive[-_](every|keep)", {"archive/store_errors.py"}),
+    "collapsed_output": (r"collapsed?[-_ ]output|line[-_ ]?collapser", {"config_file.py"}),
+    "compile_cache": (r"compile[-_ ]?(cache|artifact)", {"config_file.py"}),
     "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
     "curves": (r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b", {"training/run.py"}),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
-    "hangs": (
-        r"hang[-_ ]?detector|stack[-_ ]?dump|hang[-_]timeout",
-        {"slots/progress_page.py", "training/heartbeat.py"},
-    ),
+    "hangs": (r"hang[-_ ]?(detect|timeout|report)|stack[-_ ]?dump", {"training/run.py"}),
     "on_event": (r"\bon[-_]event\b|notifier", {"launching/launcher.py"}),
-    "preemption": (r"preemption[-_ ]notice|notice[-_ ]?watcher", set()),
+    "preemption": (r"preempt(?!ed)|notice[-_ ]?watcher", {"__init__.py", "training/run.py"}),
     "replicas": (r"digester|replicas-differ", set()),
     "slow_ranks": (r"\bslow[-_ ]?rank|straggler", set()),
     "standbys": (r"standby", set()),

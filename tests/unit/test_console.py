@@ -30,8 +30,8 @@ def no_handlers() -> None:
 
 def test_log_is_printed_once_with_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     """A second call, by a second run, adds no second handler."""
-    console.show_log("elastic_resume: ", {})
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
+    console.show_log({})
     LOGGER.info("resumed at step %d", 3)
     assert capsys.readouterr().err == "elastic_resume: resumed at step 3\n"
 
@@ -42,7 +42,7 @@ def test_script_that_configured_logging_after_the_import_sees_the_log(
     """By default dictConfig disables every logger that exists."""
     logging.config.dictConfig({"version": 1})
     assert LOGGER.disabled
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     LOGGER.warning("step 5 was not saved")
     assert "step 5 was not saved" in capsys.readouterr().err
 
@@ -50,7 +50,7 @@ def test_script_that_configured_logging_after_the_import_sees_the_log(
 @pytest.mark.parametrize("keeps_loggers", [True, False])
 def test_log_after_later_configuration(keeps_loggers: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/guides/monitoring.md says how a script that configures logging after er.resume() sees the log."""
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": not keeps_loggers})
     LOGGER.warning("step 5 was not saved")
     assert ("step 5 was not saved" in capsys.readouterr().err) == keeps_loggers
@@ -63,7 +63,7 @@ def test_handler_of_the_script_takes_precedence(capsys: pytest.CaptureFixture[st
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     console.PACKAGE_LOGGER.addHandler(handler)
     console.PACKAGE_LOGGER.setLevel(logging.WARNING)
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     LOGGER.info("resumed")
     LOGGER.warning("a snapshot failed")
     assert lines == ["a snapshot failed"]
@@ -76,7 +76,7 @@ def test_own_handler_gets_lines_of_default_level(capsys: pytest.CaptureFixture[s
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     console.PACKAGE_LOGGER.addHandler(handler)
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     LOGGER.info("resumed")
     LOGGER.debug("details")
     assert lines == ["resumed"]
@@ -85,7 +85,7 @@ def test_own_handler_gets_lines_of_default_level(capsys: pytest.CaptureFixture[s
 
 def test_traceback_of_logged_exception_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """The cause of a failure is in it."""
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     try:
         raise ValueError("boom")
     except ValueError:
@@ -97,7 +97,7 @@ def test_traceback_of_logged_exception_is_printed(capsys: pytest.CaptureFixture[
 
 def test_line_begins_on_an_empty_line_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar ends without a newline."""
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     path = tmp_path / "log"
     with path.open("a") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
@@ -115,7 +115,7 @@ def test_line_begins_on_an_empty_line_of_a_pipe_with_a_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bars of tqdm are known in the process that draws them."""
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     bars = {object()}
     monkeypatch.setitem(
         sys.modules, "tqdm", cast("Any", SimpleNamespace(tqdm=SimpleNamespace(_instances=bars)))
@@ -130,7 +130,7 @@ def test_line_begins_on_an_empty_line_of_a_pipe_with_a_bar(
 def test_line_erases_a_bar_on_a_terminal(kind: str, start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar is drawn again below it."""
     monkeypatch.setenv("TERM", kind)
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     reader, writer = os.openpty()
     with open(writer, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
@@ -145,7 +145,7 @@ def test_line_erases_a_bar_on_a_terminal(kind: str, start: bytes, monkeypatch: p
 
 def test_closed_stream_costs_the_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler uses no lock either, as a signal handler may interrupt it."""
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     stream = open("/dev/full", "w")  # noqa: SIM115 - closed below
     monkeypatch.setattr(sys, "stderr", stream)
     LOGGER.info("resumed")
@@ -167,7 +167,7 @@ def test_closed_stream_costs_the_line_only(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_level_comes_from_environment(environ: dict[str, str], level: int) -> None:
     """Quiet takes precedence over a level."""
-    console.show_log("elastic_resume: ", environ)
+    console.show_log(environ)
     assert console.PACKAGE_LOGGER.level == level
 
 
@@ -181,7 +181,7 @@ def test_wrong_level_is_refused(variable: str) -> None:
 def show_progress(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> console.ByteProgress:
     """Make an operation count as long after ``delay_s``."""
     monkeypatch.setattr(console, "LONG_OPERATION_S", delay_s)
-    console.show_log("elastic_resume: ", {})
+    console.show_log({})
     return console.ByteProgress("reading", 2_000_000)
 
 

@@ -1,7 +1,8 @@
 """Name the suspects of a hang, and kill stalled workers so that training restarts.
 
-`detector` watches the workers of a node, `stack_dump` examines them, and `judge` decides. A hang is a
-failure, so its events, and their sentences, are those of `policy.failure_classification`. One more is::
+`detector` watches the workers of a node, `stack_dump` examines them, also by their `answers`, and
+`judge` decides. A hang is a failure, so its events, and their sentences, are those of
+`policy.failure_classification`. One more is::
 
     hang-detector-failed   error; a bug of ours, hang detection continues
 """
@@ -20,6 +21,7 @@ def _describe_error(event: Event) -> str:
 
 HANGS = Mechanism(
     make_agent_part=lazily("hangs.detector", "HangDetector"),
+    open_evidence=lazily("hangs.answers", "open_answers"),
     options=(
         Option(
             "hang-timeout",

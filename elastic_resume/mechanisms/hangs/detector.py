@@ -269,7 +269,7 @@ class HangDetector(AgentPart):
 
     def _report_hang(self, hang: Hang) -> None:
         """Write event, log line and report in a thread: a disk that hangs must not prevent the kill."""
-        path = self._node_dir / constants.HANGS_DIR / f"g{hang.generation}-s{hang.step}.txt"
+        path = self._node_dir / constants.STACKS_DIR / f"g{hang.generation}-s{hang.step}.txt"
         is_logged = threading.Event()
 
         def write() -> None:

@@ -2,7 +2,7 @@
 
 The worker offers two descriptors on the progress page. When a byte arrives in the request pipe, a Python
 thread of the worker writes two lines of JSON: the number of collectives, and torch's flight recorder
-(`training/heartbeat.py`). A worker that holds the GIL cannot answer. `STACKS_SIGNAL` makes the interpreter
+(`answers.py`). A worker that holds the GIL cannot answer. `STACKS_SIGNAL` makes the interpreter
 write the stacks of all threads, whoever holds the GIL. /proc describes from outside a process that does
 neither::
 

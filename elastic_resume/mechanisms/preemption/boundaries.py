@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 from elastic_resume import constants, grace
-from elastic_resume.mechanisms.mechanism import Preemption, StepObserver, WorkerContext
+from elastic_resume.mechanisms.mechanism import StepObserver, WorkerContext
 from elastic_resume.mechanisms.preemption.judge import Action, decide_at_boundary, is_end_due
+from elastic_resume.mechanisms.preemption.notice import Preemption
 from elastic_resume.mechanisms.preemption.notice_page import NoticePage
 
 MAX_HELD_S = 60.0

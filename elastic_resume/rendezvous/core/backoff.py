@@ -14,7 +14,7 @@ from elastic_resume.rendezvous.core.peers import NEVER
 from elastic_resume.rendezvous.core.world import Incarnation
 
 MAX_BACKOFF_S = 300.0
-MAX_BASE_S = 5.0  # of the first wait: a job with a long node timeout gets its preempted nodes back as soon
+MAX_BASE_S = 5.0  # of the first wait: a job with a long node timeout gets its lost nodes back as soon
 PATIENCE_S = 60.0
 """A view that lasts so long counts as progress in a job that has reported no step."""
 CALM_DELAYS = 4

@@ -15,7 +15,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.agent import restart_log
-from elastic_resume.agent.failure_evidence import FailureEvents
+from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.restart_log import WaitLog
 from elastic_resume.agent.workers.lease_page import LeasePage
@@ -57,7 +57,8 @@ def open_controller(
         contextlib.closing(FailureEvents()) as evidence,
         contextlib.closing(EventLog(path, memory_path=evidence.path, node="a")) as log,
     ):
-        controller = RestartController("a", log, path, lease_page, evidence, limits=limits)
+        monitor, given = MemoryMonitor(proc=directory), limits or RestartLimits()
+        controller = RestartController(log, lease_page, evidence, monitor, node="a", limits=given)
         yield controller, log
         controller.log.end_wait()
 
@@ -285,7 +286,7 @@ def test_traceback_of_excluded_node_is_printed_once(
         controller.end_generation(None)
         with pytest.raises(NodeExcludedError):
             controller.start_generation(world(2, failure, nodes="ab"))
-        controller.log_failure_summary()
+        controller.log_failure_summary("")
     assert capsys.readouterr().err.count("Traceback: no") == 1
 
 

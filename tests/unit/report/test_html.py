@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from html.parser import HTMLParser
 
@@ -39,7 +40,8 @@ def test_exception_message_is_escaped() -> None:
     job = Job().begun()
     job.fail(110.2, 1, HOSTILE, HOSTILE)
     job.begin(115, 10, "n0", HOSTILE, "n2")
-    found = Elements(html.render_page(summary.build_run_report(job.events), title=HOSTILE))
+    report = dataclasses.replace(summary.build_run_report(job.events), run_id=HOSTILE)
+    found = Elements(html.render_page(report))
     assert "script" not in found.names
     assert "img" not in found.names
     assert not [name for name, _ in found.attributes if name.startswith("on")]

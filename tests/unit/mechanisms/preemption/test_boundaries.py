@@ -13,11 +13,12 @@ from unittest.mock import Mock
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.mechanisms.mechanism import Preemption, decode_body, encode_body
+from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.mechanisms.preemption import boundaries, notice_page
 from elastic_resume.mechanisms.preemption.announcer import CAUSE, Announcer
 from elastic_resume.mechanisms.preemption.boundaries import BoundaryObserver
 from elastic_resume.mechanisms.preemption.judge import NOTICES, NoticeReport, NoticeVerdict
+from elastic_resume.mechanisms.preemption.notice import Preemption
 from elastic_resume.mechanisms.preemption.notice_page import NoticePage
 from elastic_resume.mechanisms.preemption.sources import PreemptionNotice
 from elastic_resume.rendezvous.facts import Fact
