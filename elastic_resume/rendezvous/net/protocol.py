@@ -316,9 +316,10 @@ def encode_body(message: Message, base: Base = NO_BASE) -> Body:
     """Return the part of a message's line that is the same for every receiver with the same base."""
     if message == _EMPTY_HEARTBEAT:
         return _EMPTY_HEARTBEAT_BODY
-    text = dump_json({"type": type(message).__name__, "body": to_json_value(message)})[1:]
-    view = view_delta.find_view(message)
-    return Body(text if view is None else view_delta.shorten(text, view, base))
+    value, view = to_json_value(message), view_delta.find_view(message)
+    if view is not None:
+        value = view_delta.shorten(value, view, base)
+    return Body(dump_json({"type": type(message).__name__, "body": value})[1:])
 
 
 def encode_head(header: Header) -> bytes:
