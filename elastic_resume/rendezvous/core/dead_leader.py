@@ -55,6 +55,8 @@ def find_replacing_quorum(
     Then these votes are a quorum, however few they are. A vote that was handed to a lost disk is its giver's
     again: all members are here or lost, so no other disk holds it.
     """
+    if not replaced_nodes:
+        return None
     view = electorate.view
     lost_disks = {member.disk_id for member in view.members if member.node in replaced_nodes}
     counted = find_counted(cast, lost_disks)
@@ -62,7 +64,7 @@ def find_replacing_quorum(
     if view.heir and view.heir.disk_id in counted and counted[view.heir.disk_id][1].has_taken and view.leader:
         keys.add(view.leader.disk_id)
     is_enough = (
-        bool(counted and replaced_nodes)
+        bool(counted)
         and all(member.disk_id in keys or member.node in replaced_nodes for member in view.members)
         and electorate.compare_with_half(len(counted) + len(replaced_nodes)) >= 0
     )
