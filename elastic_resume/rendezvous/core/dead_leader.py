@@ -55,6 +55,8 @@ def find_replacing_quorum(
     Then these votes are a quorum, however few they are. A vote that was handed to a lost disk is its giver's
     again: all members are here or lost, so no other disk holds it.
     """
+    if not replaced_nodes:
+        return None
     view = electorate.view
     lost_disks = {member.disk_id for member in view.members if member.node in replaced_nodes}
     counted = find_counted(cast, lost_disks)
@@ -62,7 +64,7 @@ def find_replacing_quorum(
     if view.heir and view.heir.disk_id in counted and counted[view.heir.disk_id][1].has_taken and view.leader:
         keys.add(view.leader.disk_id)
     is_enough = (
-        bool(counted and replaced_nodes)
+        bool(counted)
         and all(member.disk_id in keys or member.node in replaced_nodes for member in view.members)
         and electorate.compare_with_half(len(counted) + len(replaced_nodes)) >= 0
     )
@@ -205,12 +207,17 @@ class Contacts:
         An agent listens at one address all its life. The answer may come late, so only processes count that
         this node knew when it dialled.
         """
-        links = [*self.leader_links.items(), *self.follower_links.items()]
-        known = {process for process, link in links if link.last_received_at <= call.dialled_at}
+        # By address first: each of 10,000 members calls its dead leader, and hashing them all took 8 ms.
+        links = [
+            (process, link)
+            for known in (self.leader_links, self.follower_links)
+            for process, link in known.items()
+            if process.address == call.address
+        ]
+        proved = {process for process, link in links if link.last_received_at <= call.dialled_at}
         if call.view_at_dial is self.view:
             # No vote passes over by a refusal at the name alone: a link is needed for that.
-            known.update(self.view.members)
-        proved = {process for process in known if process.address == call.address}
+            proved.update(member for member in self.view.members if member.address == call.address)
         proved -= {process for process, link in links if not call.proves_end(link.ip_address)}
         for process in proved:
             self.mark_ended(process)

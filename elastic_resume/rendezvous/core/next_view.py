@@ -73,7 +73,9 @@ class Situation:
         """Decide whether to propose a view; the workers of the last one have ended."""
         joins = {node: join for node, status in self.nodes.items() if (join := status.join)}
         left_out = self._find_left_out(joins)
-        joins = self._leave_out_spoilers({node: joins[node] for node in joins if node not in left_out})
+        for node in left_out:
+            del joins[node]
+        joins = self._leave_out_spoilers(joins)
         settings, missing = self.settings, self.missing_votes
         if not list_finished(self.nodes) and len(joins) < settings.min_nodes:
             reason = TooFewNodes(len(joins), settings.min_nodes, tuple(left_out.values()))
@@ -106,7 +108,10 @@ class Situation:
 
     def _leave_out_spoilers(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, JoinSpec]:
         """Leave out nodes that have to wait, if the others are enough."""
-        ready = {node: join for node, join in joins.items() if self.now >= self.backoff.wait_until(node)}
+        waiting = {node for node in joins if self.now < self.backoff.wait_until(node)}
+        if not waiting:
+            return joins
+        ready = {node: join for node, join in joins.items() if node not in waiting}
         # If most have to wait, it was this node's own link that broke.
         is_enough = len(ready) >= self.settings.min_nodes and 2 * len(ready) > len(joins)
         return ready if is_enough else joins

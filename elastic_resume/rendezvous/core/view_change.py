@@ -192,15 +192,17 @@ class ViewChange:
             return replace(waits, until=stop_until if state.now < stop_until else float("inf"))
         joins = [status.join for status in nodes.values() if status.join]
         state.backoff.settle(max((join.newest_step for join in joins), default=0))
+        missing_votes = self._find_missing_votes(nodes) if votes is None else None
         situation = Situation(
             state.settings,
             state.now,
             state.view,
             nodes,
-            missing_votes=self._find_missing_votes(nodes) if votes is None else None,
-            absent=state.contacts.find_absent_members(nodes),
+            missing_votes=missing_votes,
+            # Without enough votes the plan is to wait for them; finding these takes most of an evaluation.
+            absent=set() if missing_votes else state.contacts.find_absent_members(nodes),
             unreachable=state.unreachable,
-            has_replaced=bool(self._find_replaced_nodes()),
+            has_replaced=not missing_votes and bool(self._find_replaced_nodes()),
             apart=self.apart,
             backoff=state.backoff,
             began_at=self.began_at,
@@ -210,15 +212,13 @@ class ViewChange:
 
     def _find_replaced_nodes(self) -> set[str]:
         """Return the names of members that are back with an empty disk, and have any proposal."""
-        find_node = self.state.view.find_node
-        present = {peer.incarnation for peer in self.peers.by_incarnation.values() if not peer.is_twin}
-        present |= set() if self.state.acceptor.known.is_twin else {self.state.incarnation}
-        present -= self.awaiting
-        return {
-            node.node
-            for node in present
-            if (member := find_node(node.node)) and member.disk_id != node.disk_id
-        }
+        peers = self.peers.by_incarnation.values()
+        present = [peer.incarnation for peer in peers if not peer.is_twin]
+        if not self.state.acceptor.known.is_twin:
+            present.append(self.state.incarnation)
+        if self.awaiting:
+            present = [node for node in present if node not in self.awaiting]
+        return self.state.view.find_replaced(present)
 
     def handle_ack(self, incarnation: Incarnation, message: ProposalAck) -> None:
         """Note that a node has the proposal, and if it votes, has accepted it."""

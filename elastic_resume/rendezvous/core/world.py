@@ -6,6 +6,7 @@ A `View` names the members of one generation.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -83,6 +84,15 @@ class View:
     def is_of_other_job(self, view: View) -> bool:
         """Return whether the two views are certainly of different sequences."""
         return bool(self.history and view.history and self.history != view.history)
+
+    def find_replaced(self, nodes: Iterable[Incarnation]) -> set[str]:
+        """Return the names of the members that another disk has among these nodes."""
+        members = _index_names(self)
+        return {
+            node.node
+            for node in nodes
+            if (member := members.get(node.node)) and member.disk_id != node.disk_id
+        }
 
     def find_node(self, name: str) -> Incarnation | None:
         """Return the member of that name."""

@@ -36,6 +36,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import stat
 import typing
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -58,6 +59,8 @@ MAX_GREETING_BYTES = 4096  # limit of a line from an unauthenticated peer
 MAX_LINE_BYTES = 8 * 1024 * 1024  # enough for the quorum state of views with 10,000 members
 NONCE_HEX_CHARS = 64
 LONG_LINE_BYTES = 4096  # of a longer line the digest of its body is signed
+MAX_REMEMBERED_BYTES = 1024
+MAX_REMEMBERED_MESSAGES = 8
 _IS_LONG = 1 << 63  # added to the number of a long line, so that no short line has the same digest
 
 # ---- lines -------------------------------------------------------------------------------------------
@@ -124,7 +127,10 @@ class LineAuthenticator:
 
     def sign_message(self, head: bytes, body: Body) -> bytes:
         """Return the line of a message with its digest; ``head`` is from `encode_head`."""
-        return b"%b%b%b\n" % (head, body.text, self._compute_digest(head, body))
+        line = head + body.text
+        if len(line) > LONG_LINE_BYTES:
+            return b"%b%b\n" % (line, self._compute_digest(head + body.digest, _IS_LONG))
+        return b"%b%b\n" % (line, self._compute_digest(line))
 
     def verify(self, line: bytes) -> bytes:
         """Return what was signed; neither text has the end of the line.
@@ -134,25 +140,27 @@ class LineAuthenticator:
 
         """
         signed = line[:-DIGEST_HEX_CHARS]
-        if not hmac.compare_digest(line[-DIGEST_HEX_CHARS:], self._compute_digest(*_split(signed))):
+        if len(signed) > LONG_LINE_BYTES:
+            head, body = _split(signed)
+            digest = self._compute_digest(head + body.digest, _IS_LONG)
+        else:
+            digest = self._compute_digest(signed)
+        if not hmac.compare_digest(line[-DIGEST_HEX_CHARS:], digest):
             raise ProtocolError(
                 "wrong digest: the line was damaged, or lines were lost or reordered; closing the connection"
             )
         return signed
 
-    def _compute_digest(self, head: bytes, body: Body) -> bytes:
-        is_long = len(head) + len(body.text) > LONG_LINE_BYTES
+    def _compute_digest(self, text: bytes, is_long: int = 0) -> bytes:
         mac = self._mac.copy()
-        mac.update((self._count + _IS_LONG * is_long).to_bytes(8, "big"))
-        mac.update(head)
-        mac.update(body.digest if is_long else body.text)
+        mac.update((self._count + is_long).to_bytes(8, "big") + text)
         self._count += 1
         return mac.hexdigest()[:DIGEST_HEX_CHARS].encode()
 
 
 def _split(line: bytes) -> tuple[bytes, Body]:
-    """Return a line without its end as head and body. Only for a long line it matters where they meet."""
-    end = line.find(_HEAD_END) + len(_HEAD_END) if len(line) > LONG_LINE_BYTES else 0
+    """Return a long line without its end as head and body."""
+    end = line.find(_HEAD_END) + len(_HEAD_END)
     return line[:end], Body(line[end:])
 
 
@@ -314,11 +322,10 @@ def _parse_nonce(value: Any) -> str:
 
 def encode_body(message: Message, base: Base = NO_BASE) -> Body:
     """Return the part of a message's line that is the same for every receiver with the same base."""
-    if message == _EMPTY_HEARTBEAT:
-        return _EMPTY_HEARTBEAT_BODY
-    text = dump_json({"type": type(message).__name__, "body": to_json_value(message)})[1:]
-    view = view_delta.find_view(message)
-    return Body(text if view is None else view_delta.shorten(text, view, base))
+    value, view = to_json_value(message), view_delta.find_view(message)
+    if view is not None:
+        value = view_delta.shorten(value, view, base)
+    return Body(dump_json({"type": type(message).__name__, "body": value})[1:])
 
 
 def encode_head(header: Header) -> bytes:
@@ -339,32 +346,47 @@ def decode(line: bytes, base: Base = NO_BASE) -> tuple[Header, Message]:
         ProtocolError: the line is not a message.
 
     """
-    if line.endswith(b"," + _EMPTY_HEARTBEAT_JSON):  # the fast path of nearly every line
-        fields = _parse_object(line[: -len(_EMPTY_HEARTBEAT_JSON) - 1] + b"}", {"header"})
-        return _parse_header(fields["header"]), _EMPTY_HEARTBEAT
+    head = _HEAD.match(line)
+    if head is None:
+        _parse_object(line, {"header", "type", "body"})  # it names what else is wrong
+        raise ProtocolError("its header is not three numbers")
+    header = Header(*(decode_int(int(number), "header") for number in head.groups()))
+    body = line[head.end() :]
+    if b'"base":' in body:
+        return header, _decode_body(body, functools.partial(view_delta.restore, base=base))
+    return header, _decode_short_body(body) if len(body) <= MAX_REMEMBERED_BYTES else _decode_body(body)
+
+
+def _decode_body(body: bytes, restore: Callable[[dict[str, Any]], Any] | None = None) -> Message:
     # A decoder with a hook is made anew for each line, which takes longer than most lines.
-    restore = functools.partial(view_delta.restore, base=base) if b'"base":' in line else None
-    fields = _parse_object(line, {"header", "type", "body"}, restore)
+    fields = _parse_object(b"{" + body, {"type", "body"}, restore)
     kind = _MESSAGE_TYPES.get(fields["type"]) if isinstance(fields["type"], str) else None
     if kind is None:
         raise ProtocolError(f"there is no message {str(fields['type'])[:64]!r}")
-    return _parse_header(fields["header"]), from_json_value(kind, fields["body"])
+    return from_json_value(kind, fields["body"])
+
+
+_decode_short_body = functools.lru_cache(maxsize=16)(_decode_body)
+"""Heartbeats, votes and acknowledgements of 10,000 members are equal but for their heads."""
 
 
 class BodyEncoder:
     """Encodes messages, each once for all receivers that have the same base."""
 
     def __init__(self) -> None:
-        self._message: Message | None = None
-        self._bodies: dict[str, Body] = {}
+        self._newest: dict[int, tuple[Message, dict[str, Body]]] = {}
+        """By identity: a leader sends several in turns, such as requests for votes and heartbeats."""
 
     def encode(self, message: Message, base: Base) -> Body:
         """Return the body of a message for a direction with that base."""
-        if self._message is not message:
-            self._message, self._bodies = message, {}
-        body = self._bodies.get(base.digest)
+        known = self._newest.get(id(message))
+        if known is None:
+            if len(self._newest) >= MAX_REMEMBERED_MESSAGES:
+                del self._newest[next(iter(self._newest))]
+            known = self._newest[id(message)] = message, {}
+        body = known[1].get(base.digest)
         if body is None:
-            body = self._bodies[base.digest] = encode_body(message, base)
+            body = known[1][base.digest] = encode_body(message, base)
         return body
 
 
@@ -391,16 +413,8 @@ def _parse_object(
     return fields
 
 
-def _parse_header(value: Any) -> Header:
-    if not isinstance(value, list) or len(value) != 3:
-        raise ProtocolError("its header is not three numbers")
-    return Header(*(decode_int(count, "header") for count in value))
-
-
-_EMPTY_HEARTBEAT_JSON = b'"type":"Heartbeat","body":[[]]}'
-_EMPTY_HEARTBEAT_BODY = Body(_EMPTY_HEARTBEAT_JSON)
-_EMPTY_HEARTBEAT = messages.Heartbeat()
 _HEAD_END = b"],"
+_HEAD = re.compile(rb'\{"header":\[(0|[1-9]\d{0,15}),(0|[1-9]\d{0,15}),(0|[1-9]\d{0,15})\],')
 _MESSAGE_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_args(messages.Message)}
 
 

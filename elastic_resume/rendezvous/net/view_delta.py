@@ -54,19 +54,30 @@ def next_base(message: Message, base: Base) -> Base:
     return base if view is None else make_base(pack_view(view))
 
 
-def shorten(body: bytes, view: View, base: Base) -> bytes:
-    """Replace the view in the JSON of a message by its difference to ``base``, if that is shorter."""
+def shorten(value: Any, view: View, base: Base) -> Any:
+    """Replace the view in the plain data of a message by its difference to ``base``, if that is shorter."""
     text = pack_view(view)
     if len(text) < MIN_CHARS or not base.packed:
-        return body
+        return value
     delta = _make_delta(base, text)
-    return body if delta is None else body.replace(b'"%b"' % text.encode(), delta, 1)
+    return value if delta is None else _replace(value, text, delta)
+
+
+def _replace(value: Any, text: str, delta: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_replace(item, text, delta) for item in value]
+    return delta if value == text else value
 
 
 @functools.lru_cache(maxsize=8)
-def _make_delta(base: Base, text: str) -> bytes | None:
+def _split(base: Base) -> list[str]:
+    return base.packed.split(";")
+
+
+@functools.lru_cache(maxsize=8)
+def _make_delta(base: Base, text: str) -> dict[str, Any] | None:
     """Return the object that stands for ``text``, or None if it is no shorter."""
-    places = {field: place for place, field in enumerate(base.packed.split(";"))}
+    places = {field: place for place, field in enumerate(_split(base))}
     runs: list[Any] = []
     for field in text.split(";"):
         place = places.get(field)
@@ -76,8 +87,8 @@ def _make_delta(base: Base, text: str) -> bytes | None:
             runs[-1][1] += 1
         else:
             runs.append([place, 1])
-    delta = dump_json({"base": base.digest, "fields": runs})
-    return delta if len(delta) < len(text) else None
+    delta = {"base": base.digest, "fields": runs}
+    return delta if len(dump_json(delta)) < len(text) else None
 
 
 def restore(value: dict[str, Any], base: Base) -> Any:
@@ -91,7 +102,7 @@ def restore(value: dict[str, Any], base: Base) -> Any:
         return value
     if not base.digest or value["base"] != base.digest:
         raise ProtocolError("a view that is described by one which this node does not have")
-    known = base.packed.split(";")
+    known = _split(base)
     if value["fields"] == [[0, len(known)]]:
         return base.packed  # the same object, whose view is known
     fields: list[str] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_resume.policy.reasons import LastCall, MembersAbsent, TooFewNodes, VotesMissing, WaitReason
 from elastic_resume.rendezvous.core.backoff import Backoff
@@ -94,3 +96,25 @@ def test_node_that_prepares_or_spoiled_a_view_is_left_out_if_the_others_are_enou
     assert set(situation.plan().joins) == {A, B}
     needed = replace(situation, settings=replace(situation.settings, min_nodes=4))
     assert set(needed.plan().joins) == {A, B, C, D}
+
+
+@given(
+    st.sets(st.sampled_from([A, B, C, D])),
+    st.sets(st.sampled_from([A, B, C])),
+    st.booleans(),
+    st.fixed_dictionaries(
+        {
+            "unreachable": st.sets(st.sampled_from([A, B, C])),
+            "apart": st.sampled_from([frozenset(), APART]),
+            "began_at": st.floats(NOW - 60, NOW),
+            "last_arrival_at": st.floats(NOW - 60, NOW),
+        }
+    ),
+)
+def test_absent_members_do_not_matter_while_votes_are_missing(
+    nodes: set[Incarnation], absent: set[Incarnation], has_replaced: bool, fields: dict[str, object]
+) -> None:
+    """So a leader of thousands, which evaluates often then, does not look for them."""
+    situation = make_situation(*sorted(nodes, key=str), missing_votes=VOTES_MISSING, **fields)
+    looked = replace(situation, absent=absent, has_replaced=has_replaced)
+    assert looked.plan() == replace(situation, absent=set(), has_replaced=False).plan()

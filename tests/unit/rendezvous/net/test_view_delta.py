@@ -108,6 +108,16 @@ def test_difference_to_a_view_that_the_receiver_lacks_is_refused(base: Base, dig
         decode({"base": digest, "fields": [[0, 1]]}, base)
 
 
+def test_line_with_a_difference_is_parsed_with_the_base_of_its_own_connection() -> None:
+    """The same bytes are no view on a connection where another view, or none, has travelled."""
+    body = protocol.encode_body(messages.Decided(VIEW), BASE).text
+    assert len(body) <= protocol.MAX_REMEMBERED_BYTES, "else it would not be remembered in any case"
+    line = protocol.encode_head(HEADER) + body
+    assert protocol.decode(line, BASE)[1] == messages.Decided(VIEW)
+    with pytest.raises(ProtocolError, match="does not have"):
+        protocol.decode(line, NO_BASE)
+
+
 def decode(view: Any, base: Base) -> None:
     """Decode a line in which ``view`` is in the place of a view."""
     body = json.dumps({"type": "Decided", "body": [view]})[1:]
