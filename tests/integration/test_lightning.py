@@ -39,6 +39,7 @@ SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 KILLS = [
     "on_save_checkpoint@3:0",
     "on_validation_batch_end@5:1",
+    "on_train_epoch_end@10:0",
 ]
 MORE_KILLS = [
     "on_train_start@0:1",
@@ -87,6 +88,7 @@ JOB = LibraryJob(SCRIPT, PRELOAD)
 def assert_same(killed: JobRecords, undisturbed: JobRecords) -> None:
     """Check batches, logs and ends."""
     killed.check_same_batches(undisturbed)
+    killed.check_same_values(undisturbed)
     for rank in (0, 1):
         assert killed.logs[rank] == undisturbed.logs[rank]
         for part, value in undisturbed.ends[rank].items():

@@ -39,6 +39,7 @@ SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 KILLS = [
     "on_prediction_step@3:0",
     "in_save@6:0",
+    "on_log@8:0",
 ]
 MORE_KILLS = [
     "on_train_begin@0:0",
@@ -86,6 +87,7 @@ JOB = LibraryJob(SCRIPT, PRELOAD)
 def assert_same(killed: JobRecords, undisturbed: JobRecords, ranks: int = 2) -> None:
     """Check batches, logs and ends."""
     killed.check_same_batches(undisturbed)
+    killed.check_same_values(undisturbed)
     for rank, logs in undisturbed.logs.items():
         assert sorted(killed.logs[rank]) == sorted(logs)
     assert killed.ends == undisturbed.ends

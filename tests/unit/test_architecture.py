@@ -71,7 +71,10 @@ MECHANISM_WORDS = {
     "collapsed_output": (r"collapse[-_]output|line[-_ ]?collapser", {"config_file.py"}),
     "compile_cache": (r"compile[-_ ]?cache|compile artifacts", {"config_file.py"}),
     "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
-    "curves": (r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b", {"training/run.py"}),
+    "curves": (
+        r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b",
+        {"training/run.py", "integrations/lightning_loggers.py"},  # the latter has a method of Lightning
+    ),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (
         r"hang[-_ ]?detector|stack[-_ ]?dump|hang[-_]timeout",
