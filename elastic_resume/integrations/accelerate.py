@@ -57,7 +57,7 @@ METHODS = (
     "skip_first_batches dataloader",
     "register_for_checkpointing objects",
     "gather tensor",
-    "log values step log_kwargs",
+    "log",
 )
 require_methods("accelerate", OLDEST, BELOW, {"accelerate.Accelerator": METHODS})
 
