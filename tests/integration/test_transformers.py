@@ -40,6 +40,7 @@ KILLS = [
     "on_prediction_step@3:0",
     "in_save@6:0",
     "on_log@8:0",
+    "in_last_log@14:0",
 ]
 MORE_KILLS = [
     "on_train_begin@0:0",
@@ -56,6 +57,7 @@ MORE_KILLS = [
     "on_save@6:1",
     "on_epoch_begin@7:0",
     "on_log@8:0",
+    "in_last_log@14:0",
     "in_step@10:1",
     "on_evaluate@12:0",
     "on_epoch_end@14:1",

@@ -226,7 +226,9 @@ class Job:
         total = torch.cat(losses).double().mean()
         self.stopper.update(float(total), self.accelerator.unwrap_model(model))
         self.record(kind, loss=float(total).hex(), bad=self.stopper.bad, count=len(torch.cat(losses)))
-        self.accelerator.log({f"{kind}/loss": total}, step=self.run.position.step if kind == "epoch" else None)
+        self.accelerator.log(
+            {f"{kind}/loss": total}, step=self.run.position.step if kind == "epoch" else None
+        )
 
     def finish(self) -> None:
         """Load the best weights, and write the state of this rank."""
