@@ -117,7 +117,8 @@ class LibraryJob:
         log = place / "log"
         log.mkdir(parents=True)
         flags = [*FLAGS, "--log-metrics", f"csv:{place / VALUES_FILE}"]
-        settings: dict[str, Any] = {"workers_per_node": ranks, "flags": flags, "env": self.env}
+        env = {**self.env, "ELASTIC_RESUME_MAX_NO_PROGRESS": "1000"}  # several kills may be in one step
+        settings: dict[str, Any] = {"workers_per_node": ranks, "flags": flags, "env": env}
         with Cluster(place, nodes=nodes, min_nodes=nodes, **settings) as cluster:
             options = [word for kill in kills for word in ("--kill", kill)]
             options += ["--restartable"] * restartable
