@@ -28,7 +28,7 @@ def read_values(path: Path) -> dict[int, dict[str, float]]:
     """Return each step's values but times; a step that is there twice fails, or is out of order."""
     if not path.exists():
         return {}
-    found = {}
+    found: dict[int, dict[str, float]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             step = int(row["step"])

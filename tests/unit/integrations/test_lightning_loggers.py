@@ -183,7 +183,8 @@ def test_what_loggers_get_goes_to_the_run(has_logger: bool) -> None:
     connector.log_metrics({})
     if has_logger:
         (logger,) = trainer.loggers
-        logger.log_metrics({"own": 2.0, "text": "left out"}, 2)
+        log: Any = logger.log_metrics
+        log({"own": 2.0, "text": "left out"}, 2)
         assert logged[1:] == [{"own": 2.0, "last": False}]
         assert written[-1] == (({"own": 2.0, "text": "left out"}, 2), {})
     trainer.testing = True  # after fit()
