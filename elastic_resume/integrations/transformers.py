@@ -200,9 +200,11 @@ class _RunLog(TrainerCallback):
         self._run = run
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Log it."""
+        """Log it, with what callbacks before this one have added or removed (transformers' own do)."""
         del args, control
-        log_numbers(self._run, logs or {}, state.global_step)
+        whole = {**state.log_history[-1], **(logs or {})} if state.log_history else dict(logs or {})
+        whole.pop("step", None)
+        log_numbers(self._run, whole, state.global_step)
 
 
 def _purge_once(callback: TensorBoardCallback, step: int) -> Callable[..., Any]:
@@ -692,7 +694,8 @@ class ElasticTrainer(transformers.Trainer):
         self._elastic_is_finalizing = True
         try:
             if sys.exc_info()[0] is None:
-                run._save_final_state()  # noqa: SLF001  before the Trainer's totals change
+                with run._generation.heartbeat.idle_afterwards():  # noqa: SLF001  not for scripts, as the next
+                    run._save_final_state()  # noqa: SLF001  before the Trainer's totals change
             return self._elastic_finalize(run, trial, num_train_samples, start_time)
         finally:
             run._close(must_save=False)  # noqa: SLF001  it may be closed

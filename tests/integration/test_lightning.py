@@ -8,6 +8,7 @@ samples.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
@@ -100,6 +101,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> JobRecords:
     """A run with gradient accumulation, an uneven last batch, validation in a step, and two schedulers."""
     found = JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
     found.check_learned()
+    logged = [(step + 1, values) for step, values in map(json.loads, found.logs[0])]  # it counts from 0
+    found.check_values((step, {k: float.fromhex(v) for k, v in each.items()}) for step, each in logged)
     assert found.ends[0]["files"], "Lightning wrote no checkpoint"
     return found
 

@@ -100,7 +100,10 @@ def assert_same(killed: JobRecords, undisturbed: JobRecords, ranks: int = 2) -> 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> JobRecords:
     """An undisturbed run with gradient accumulation, an uneven last batch, evaluation and the best model."""
-    return JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
+    found = JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
+    found.check_values(map(json.loads, found.logs[0]))
+    assert {"eval_loss", "train_loss", "total_flos"} < found.values[14].keys()
+    return found
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])

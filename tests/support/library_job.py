@@ -10,7 +10,7 @@ import csv
 import json
 import signal
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,13 @@ class JobRecords:
         """Check that the tracker got each step once, with the undisturbed run's values."""
         assert undisturbed.values
         assert repr(self.values) == repr(undisturbed.values)  # nan too
+
+    def check_values(self, logged: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        """Check that the tracker got all that was ``logged``, by step, and nothing else."""
+        expected: dict[int, dict[str, float]] = defaultdict(dict)
+        for step, values in logged:
+            expected[step].update(values)
+        assert self.values == expected
 
     def check_samples(self, samples_by_step: Mapping[int, set[int]]) -> None:
         """Check that some generation read all samples of each step, and none read others."""
