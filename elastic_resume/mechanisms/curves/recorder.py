@@ -1,8 +1,9 @@
 """Record in rank 0's worker what the script logs, and tell the agents where it is to be found.
 
 The values of a step are kept until the step's end and then written as one line, which outlives the worker at
-once (`journal`); what is logged for that step later gets a line of its own. A state counts as resumable only with its step's line (`notes`), so no line is missing: a
-worker that dies before it has written one computes the step again.
+once (`journal`). What is logged for that step later gets a line of its own. A state counts as resumable only
+with its step's line (`notes`), so no line is missing: a worker that dies before it has written one computes
+the step again.
 """
 
 from __future__ import annotations
