@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_resume.errors import MachineError
+
+if TYPE_CHECKING:
+    from elastic_resume.training.run import Run
 
 # Arguments of DataLoader that are kept when a `GlobalBatches` makes its batches.
 LOADER_ARGUMENTS = (
@@ -70,6 +74,25 @@ def set_known(owner: Any, name: str, value: Any) -> None:
             "this elastic_resume sets. Install a version that the library's page in docs/guides names."
         )
     setattr(owner, name, value)
+
+
+def log_numbers(run: Run, values: Mapping[str, Any], step: int | None = None) -> None:
+    """Log what a library logs, as `Run.log` does; leave out what is no number, such as texts and pictures.
+
+    ``step`` is the library's number of the step. If the job has just finished that one, the values belong to
+    it; else to the step that is being computed.
+    """
+    found = {str(name): value for name, value in values.items() if _is_number(value)}
+    if found:
+        generation = run._generation  # noqa: SLF001  not for scripts
+        generation.log(found, of_last_step=step == generation.progress.position.step)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, numbers.Real):  # numpy's too
+        return True
+    is_scalar = hasattr(value, "item") and getattr(value, "numel", lambda: 0)() == 1
+    return is_scalar and not value.is_complex()
 
 
 def _parse(version: str) -> tuple[int, ...]:

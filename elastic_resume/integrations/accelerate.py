@@ -5,6 +5,7 @@ accelerator, restores them by `er.resume`, and replaces these methods of the giv
 
 - ``accumulate``: ends at the step's last micro-batch; the number of ranks decides how many there are;
 - ``backward``: weights the loss, and does not divide it by ``gradient_accumulation_steps``;
+- ``log``: logs to the run too, as `Run.log` does;
 - ``save_state``, ``load_state``, ``skip_first_batches``: see `accelerate_folders`;
 - ``prepare_data_loader``, ``register_for_checkpointing``: refuse what would read a part of the samples, or
   would not be restored.
@@ -25,7 +26,7 @@ from elastic_resume.data import batch_size
 from elastic_resume.data.elastic_sampler import has_our_batches
 from elastic_resume.data.global_batches import SECOND_SHARDING
 from elastic_resume.errors import ConfigError, UsageError
-from elastic_resume.integrations import require_methods, require_versions, set_known
+from elastic_resume.integrations import log_numbers, require_methods, require_versions, set_known
 from elastic_resume.state import state_dict
 from elastic_resume.training import worker_exit
 from elastic_resume.training.resume import resume
@@ -56,6 +57,7 @@ METHODS = (
     "skip_first_batches dataloader",
     "register_for_checkpointing objects",
     "gather tensor",
+    "log",
 )
 require_methods("accelerate", OLDEST, BELOW, {"accelerate.Accelerator": METHODS})
 
@@ -159,7 +161,7 @@ def _replace_methods(accelerator: Accelerator, run: Run, optimizer: Any) -> None
     methods = _Methods(accelerator, run, folders)
     for one in _values(optimizer):
         state_dict.unwrap(one).register_step_pre_hook(methods.check_backward)
-    for name in ("accumulate", "backward", "prepare_data_loader", "register_for_checkpointing"):
+    for name in ("accumulate", "backward", "log", "prepare_data_loader", "register_for_checkpointing"):
         setattr(accelerator, name, getattr(methods, name))
     for name in ("save_state", "load_state", "skip_first_batches"):
         setattr(accelerator, name, getattr(folders, name))
@@ -192,6 +194,11 @@ class _Methods:
             )
         self._has_backward = self._folders.is_in_step = True
         self._class.backward(self._accelerator, loss * self._run.loss_weight, **kwargs)
+
+    def log(self, values: dict[str, Any], step: int | None = None, *args: Any, **kwargs: Any) -> None:
+        """Log to the trackers, and to the run."""
+        self._class.log(self._accelerator, values, step, *args, **kwargs)
+        log_numbers(self._run, values, step)
 
     def check_backward(self, *_: Any) -> None:
         """Refuse a step whose gradients have no weights: ranks with fewer samples would count too much."""

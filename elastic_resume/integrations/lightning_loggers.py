@@ -5,6 +5,8 @@ Lightning makes it before the state is restored. So each node notes the versions
 CSVLogger also deletes the ``metrics.csv`` that it finds: that file is kept aside until the state is restored,
 and then gets the rows back that were written before this state. TensorBoard's files end again where they
 ended then, so no point of a repeated step is there twice.
+
+What any logger gets is logged to the run too (`RunLog`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from elastic_resume.checkpoint.atomic_io import translate_os_errors
 from elastic_resume.config import Settings
 from elastic_resume.data.batch_size import read_rank_and_world_size
 from elastic_resume.data.rank_values import RankState
-from elastic_resume.integrations import set_known
+from elastic_resume.integrations import log_numbers, set_known
 from elastic_resume.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -198,6 +200,48 @@ class Loggers(RankState):
         save()
         if self._run is not None:
             _drop_logged_again(writer, self._rows_written[index])
+
+
+class RunLog:
+    """Logs to the run what Lightning's loggers get, and without a logger what ``self.log()`` gets."""
+
+    def __init__(self, trainer: Any, run: Run) -> None:
+        """Wrap the loggers of ``trainer``."""
+        self._trainer, self._run = trainer, run
+        self.begin_generation()
+        connector = trainer._logger_connector  # noqa: SLF001
+        connector.log_metrics = functools.partial(self._log_without_logger, connector.log_metrics)
+        for one in trainer.loggers:
+            one.log_metrics = functools.partial(self._log, one.log_metrics)
+
+    def begin_generation(self) -> None:
+        """Log nothing of a resumed generation before `begin_loop`: a job has one start.
+
+        Lightning logs hyperparameters and what ``on_train_start`` logs in each process.
+        """
+        self._has_begun = self._run.plan.kind != "resumed"
+
+    def begin_loop(self) -> None:
+        """Log what comes from now on."""
+        self._has_begun = True
+
+    def _log(
+        self, original: Callable[..., None], metrics: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        original(metrics, *args, **kwargs)
+        self._log_to_run(metrics)
+
+    def _log_without_logger(
+        self, original: Callable[..., None], metrics: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        original(metrics, *args, **kwargs)
+        if metrics and not self._trainer.loggers:
+            self._log_to_run({"epoch": self._trainer.current_epoch, **metrics})
+
+    def _log_to_run(self, metrics: Mapping[str, Any]) -> None:
+        is_fitting = self._trainer.state.fn == "fit" and not self._trainer.sanity_checking
+        if self._has_begun and is_fitting:
+            log_numbers(self._run, metrics)
 
 
 def _without_versions(rows: list[Any]) -> list[Any]:

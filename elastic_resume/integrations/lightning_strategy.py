@@ -52,7 +52,7 @@ from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.integrations import LOADER_ARGUMENTS, WAIT_LIMIT_S, lost_steps, require_methods, set_known
-from elastic_resume.integrations.lightning_loggers import Loggers
+from elastic_resume.integrations.lightning_loggers import Loggers, RunLog
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
 from elastic_resume.integrations.lost_attributes import LostAttributes
 from elastic_resume.training.resume import resume
@@ -189,6 +189,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._run: Run | None = None
         self._trainer: Any = None
         self._loggers: Loggers | None = None
+        self._run_log: Any = None  # a RunLog
         self._batches: Any = None  # the GlobalBatches of the training loader
         self._keeps_local_batch = False
         self._upcoming: Iterator[MicroBatch] = iter(())
@@ -297,6 +298,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         )
         if run.plan.kind == "resumed":
             set_known(trainer, "num_sanity_val_steps", 0)  # it would overwrite the restored counters
+        self._run_log = RunLog(trainer, run)
         self._enter_loops(trainer)
 
     def _restore_no_checkpoint(
@@ -359,6 +361,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self.run.ddp(self.model)
         if self._loggers is not None:
             self._loggers.begin_generation(self.run)
+        self._run_log.begin_generation()
         self._is_mid_epoch = self.run.position.step_in_epoch > 0
         self._has_trained = self._is_in_step = False
         if self.run.plan.kind == "resumed":
@@ -495,12 +498,14 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
                 fit_loop.advance()
                 fit_loop.on_advance_end()
                 fit_loop.on_iteration_done()
+            self._run_log.begin_loop()
             fit_loop.on_run_end()
         self.run.close()
 
     def _begin_epoch(self, original: Callable[[], None]) -> None:
         fit_loop = self._trainer.fit_loop
         self.run.begin_epoch()
+        self._run_log.begin_loop()
         self._upcoming = self.run.upcoming_batches()
         self._follow_batches()
         original()

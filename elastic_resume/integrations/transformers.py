@@ -23,7 +23,8 @@ These methods of the Trainer are overridden:
 - ``_evaluate`` and ``_save_checkpoint`` are `Run.busy`.
 - ``_load_rng_state`` does nothing, because the run seeds the generators.
 - ``_finalize_training`` commits the final state before the best model is loaded. In another start of a
-  finished job, this and ``log`` return the times and rates of the start that finished it.
+  finished job, this and ``log`` return the times and rates of the start that finished it. ``log`` closes the
+  run then: its values belong to the last step.
 - ``get_total_train_batch_size`` returns the global batch.
 """
 
@@ -36,6 +37,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -54,6 +56,7 @@ from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.integrations import (
     LOADER_ARGUMENTS,
     WAIT_LIMIT_S,
+    log_numbers,
     require_methods,
     require_versions,
     set_known,
@@ -190,6 +193,20 @@ class _LoopBegin(TrainerCallback):
         self._tell()
 
 
+class _RunLog(TrainerCallback):
+    """Logs to the run what the Trainer logs, under the Trainer's names and steps."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Log it, with what callbacks before this one have added or removed (transformers' own do)."""
+        del args, control
+        whole = {**state.log_history[-1], **(logs or {})} if state.log_history else dict(logs or {})
+        whole.pop("step", None)
+        log_numbers(self._run, whole, state.global_step)
+
+
 def _purge_once(callback: TensorBoardCallback, step: int) -> Callable[..., Any]:
     """Return what makes the callback's first writer. It hides what was logged from ``step`` on.
 
@@ -236,7 +253,7 @@ class ElasticTrainer(transformers.Trainer):
     _elastic_attributes: ChangedAttributes | None = None
     _elastic_checkpoint: str | bool | None = None  # resume_from_checkpoint
     _elastic_has_sum: bool | None = None  # see `_elastic_is_sum`; None until a loss was computed
-    _elastic_is_loop_set = False
+    _elastic_is_loop_set = _elastic_is_finalizing = False
     _elastic_finished: Mapping[str, Any] = {}  # recorded by an earlier start, if it has finished the training
     _initial_global_step: int  # the Trainer's: where this process began
 
@@ -415,6 +432,7 @@ class ElasticTrainer(transformers.Trainer):
             self._elastic_start_from(max_steps, num_update_steps_per_epoch, num_train_epochs, trial)
         self._elastic_continue_loggers(start.nanoseconds)
         self.add_callback(_LoopBegin(self._elastic_begin_loop))
+        self.add_callback(_RunLog(run))
         if not self.is_fsdp_enabled:
             run.ddp(self.model_wrapped)  # it is wrapped; this restores the bucket order
         # An attribute of the object, so that a subclass's own compute_loss() is weighted too.
@@ -673,7 +691,16 @@ class ElasticTrainer(transformers.Trainer):
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         self._elastic_set_loop()
         run = self._elastic_get_run()
-        run.close()
+        self._elastic_is_finalizing = True
+        try:
+            if sys.exc_info()[0] is None:
+                with run._generation.heartbeat.idle_afterwards():  # noqa: SLF001  not for scripts, as the next
+                    run._save_final_state()  # noqa: SLF001  before the Trainer's totals change
+            return self._elastic_finalize(run, trial, num_train_samples, start_time)
+        finally:
+            run._close(must_save=False)  # noqa: SLF001  it may be closed
+
+    def _elastic_finalize(self, run: Run, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         # train_loss is the mean over all steps. The rates belong to the steps of this process, so the time
         # of the others is estimated from these.
         first = self._elastic_progress.first_step
@@ -699,6 +726,8 @@ class ElasticTrainer(transformers.Trainer):
         """Log; another start of a finished job has the measured values of the start that finished it."""
         logs.update(self._elastic_finished.get("metrics", {}))
         super().log(logs, *args, **kwargs)
+        if self._elastic_is_finalizing:
+            self._elastic_get_run()._close(must_save=False)  # noqa: SLF001  the state is saved
 
 
 def _without_labels(batch: Any) -> Any:

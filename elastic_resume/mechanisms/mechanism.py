@@ -65,8 +65,11 @@ class StepObserver:
         del requested_at
         return True
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Note values that the script has logged; they belong to the step that is being computed."""
+    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False) -> None:
+        """Note values that were logged; they belong to the step that is being computed, or to the last one.
+
+        What belongs to the last step is logged once more if the job goes on from that step.
+        """
 
     def close_step(self) -> None:
         """Note that the script's work since the last step belongs to that one: an epoch ends, or it saves."""

@@ -292,10 +292,10 @@ class Generation:
             self.drain_request.terminate_process()
         self.first_steps.end_step()
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Hand values that the script has logged to the mechanisms."""
+    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False) -> None:
+        """Hand values that were logged to the mechanisms: see `StepObserver.log`."""
         for observer in self._observers:
-            observer.log(values)
+            observer.log(values, of_last_step=of_last_step)
 
     def was_finished_before(self, step: int) -> bool:
         """Return whether an earlier generation has finished a step."""

@@ -22,6 +22,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.testing import Cluster, Fault, assert_same_run
 from tests.support import launch_ranks
+from tests.support.library_job import VALUES_FILE, read_values
 from tests.support.paths import ROOT, SCRIPTS, preload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -42,11 +43,11 @@ KILLS = [
     ("epoch-end", 8, 0),
     ("save", 10, 1),
     ("stepped", 12, 2),
-    ("recorded", 14, 0),
+    ("logged", 14, 0),
     ("told", 17, 1),
 ]
 DRAIN_STEP = 9
-FEW = ("evaluation", "save")
+FEW = ("evaluation", "save", "logged")
 VARIANTS: list[tuple[str, ...]] = [("accumulate",)]
 if SOAK:
     VARIANTS = [
@@ -103,6 +104,19 @@ def run_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return run
 
 
+def compare_values(disturbed: Path, whole: Path) -> None:
+    """Check that the tracker has what rank 0 of the undisturbed job has recorded, at its steps."""
+    expected: dict[int, dict[str, float]] = defaultdict(dict)
+    for (kind, step, rank), (entry, *_) in records_of(whole).items():
+        if rank == 0 and kind == "step":
+            expected[step + 1] |= {"loss": float.fromhex(entry["losses"][-1]), "rate": entry["rates"][0][0]}
+        elif rank == 0 and kind in {"evaluation", "epoch"}:
+            at = step + (kind == "evaluation")
+            expected[at][f"{kind}/loss"] = float.fromhex(entry["loss"])
+    assert len(expected) > DRAIN_STEP
+    assert read_values(disturbed.parent / VALUES_FILE) == expected
+
+
 def compare(disturbed: Path, whole: Path, resumed: list[dict[str, Any]], ranks: int = 3) -> None:
     """Check that every record equals the undisturbed run's, those of repeated steps too.
 
@@ -134,7 +148,8 @@ def test_job_killed_at_every_place_equals_undisturbed_job(
     log = tmp_path / "log"
     log.mkdir()
     kills = [kill for kill in KILLS if kill[1] < last - 1 and (SOAK or kill[0] in FEW)]
-    with Cluster(tmp_path, nodes=3, min_nodes=3, flags=FLAGS) as cluster:
+    flags = [*FLAGS, "--log-metrics", f"csv:{tmp_path / VALUES_FILE}"]
+    with Cluster(tmp_path, nodes=3, min_nodes=3, flags=flags) as cluster:
 
         def arm(chosen: list[tuple[str, int, int]]) -> list[str]:
             return [
@@ -167,6 +182,7 @@ def test_job_killed_at_every_place_equals_undisturbed_job(
     assert [event["generation"] for event in resumed] == list(range(1, len(kills) + 3 + SOAK))
     assert all(event["kind"] == "resumed" for event in resumed[1:])
     compare(log, whole, resumed)
+    compare_values(log, whole)
 
 
 @pytest.mark.soak

@@ -8,6 +8,7 @@ samples.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
@@ -39,6 +40,7 @@ SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 KILLS = [
     "on_save_checkpoint@3:0",
     "on_validation_batch_end@5:1",
+    "on_train_epoch_end@10:0",
 ]
 MORE_KILLS = [
     "on_train_start@0:1",
@@ -87,6 +89,7 @@ JOB = LibraryJob(SCRIPT, PRELOAD)
 def assert_same(killed: JobRecords, undisturbed: JobRecords) -> None:
     """Check batches, logs and ends."""
     killed.check_same_batches(undisturbed)
+    killed.check_same_values(undisturbed)
     for rank in (0, 1):
         assert killed.logs[rank] == undisturbed.logs[rank]
         for part, value in undisturbed.ends[rank].items():
@@ -98,6 +101,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> JobRecords:
     """A run with gradient accumulation, an uneven last batch, validation in a step, and two schedulers."""
     found = JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
     found.check_learned()
+    logged = [(step + 1, values) for step, values in map(json.loads, found.logs[0])]  # it counts from 0
+    found.check_values((step, {k: float.fromhex(v) for k, v in each.items()}) for step, each in logged)
     assert found.ends[0]["files"], "Lightning wrote no checkpoint"
     return found
 

@@ -39,6 +39,8 @@ SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 KILLS = [
     "on_prediction_step@3:0",
     "in_save@6:0",
+    "on_log@8:0",
+    "in_last_log@14:0",
 ]
 MORE_KILLS = [
     "on_train_begin@0:0",
@@ -55,6 +57,7 @@ MORE_KILLS = [
     "on_save@6:1",
     "on_epoch_begin@7:0",
     "on_log@8:0",
+    "in_last_log@14:0",
     "in_step@10:1",
     "on_evaluate@12:0",
     "on_epoch_end@14:1",
@@ -86,6 +89,7 @@ JOB = LibraryJob(SCRIPT, PRELOAD)
 def assert_same(killed: JobRecords, undisturbed: JobRecords, ranks: int = 2) -> None:
     """Check batches, logs and ends."""
     killed.check_same_batches(undisturbed)
+    killed.check_same_values(undisturbed)
     for rank, logs in undisturbed.logs.items():
         assert sorted(killed.logs[rank]) == sorted(logs)
     assert killed.ends == undisturbed.ends
@@ -96,7 +100,10 @@ def assert_same(killed: JobRecords, undisturbed: JobRecords, ranks: int = 2) -> 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> JobRecords:
     """An undisturbed run with gradient accumulation, an uneven last batch, evaluation and the best model."""
-    return JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
+    found = JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
+    found.check_values(map(json.loads, found.logs[0]))
+    assert {"eval_loss", "train_loss", "total_flos"} < found.values[14].keys()
+    return found
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])

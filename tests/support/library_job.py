@@ -6,10 +6,11 @@ its processes writes the samples and losses of its batches, and the library's lo
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,27 @@ from typing import Any
 from elastic_resume.testing import Cluster
 
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
+VALUES_FILE = "values.csv"
+"""Beside the records: what ``--log-metrics`` got."""
+TIMES = ("runtime", "per_second")
+"""Parts of the names of values that were measured by a clock."""
+
+
+def read_values(path: Path) -> dict[int, dict[str, float]]:
+    """Return each step's values but times; a step that is there twice fails, or is out of order."""
+    if not path.exists():
+        return {}
+    found: dict[int, dict[str, float]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            step = int(row["step"])
+            assert step > max(found, default=-1), f"step {step} is there twice"
+            found[step] = {
+                name: float(value)
+                for name, value in sorted(row.items())
+                if value and name not in {"step", "time", "run"} and not any(time in name for time in TIMES)
+            }
+    return found
 
 
 class JobRecords:
@@ -42,6 +64,7 @@ class JobRecords:
                     self.read[entry["step"], entry["generation"]].update(entry["read"])
             for step, batches in own.items():
                 self.batches[step, rank].append(batches)
+        self.values = read_values(directory.parent / VALUES_FILE)
         self.ends = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
 
     def check_learned(self) -> None:
@@ -55,6 +78,18 @@ class JobRecords:
             of_processes = self.batches[place]
             assert whole in of_processes, f"step and rank {place} was never finished"
             assert all(batches == whole[: len(batches)] for batches in of_processes), f"step and rank {place}"
+
+    def check_same_values(self, undisturbed: JobRecords) -> None:
+        """Check that the tracker got each step once, with the undisturbed run's values."""
+        assert undisturbed.values
+        assert repr(self.values) == repr(undisturbed.values)  # nan too
+
+    def check_values(self, logged: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        """Check that the tracker got all that was ``logged``, by step, and nothing else."""
+        expected: dict[int, dict[str, float]] = defaultdict(dict)
+        for step, values in logged:
+            expected[step].update(values)
+        assert self.values == expected
 
     def check_samples(self, samples_by_step: Mapping[int, set[int]]) -> None:
         """Check that some generation read all samples of each step, and none read others."""
@@ -88,7 +123,9 @@ class LibraryJob:
         place = directory / f"{len(kills)}-kills-{ranks}-ranks"
         log = place / "log"
         log.mkdir(parents=True)
-        settings: dict[str, Any] = {"workers_per_node": ranks, "flags": FLAGS, "env": self.env}
+        flags = [*FLAGS, "--log-metrics", f"csv:{place / VALUES_FILE}"]
+        env = {**self.env, "ELASTIC_RESUME_MAX_NO_PROGRESS": "1000"}  # several kills may be in one step
+        settings: dict[str, Any] = {"workers_per_node": ranks, "flags": flags, "env": env}
         with Cluster(place, nodes=nodes, min_nodes=nodes, **settings) as cluster:
             options = [word for kill in kills for word in ("--kill", kill)]
             options += ["--restartable"] * restartable

@@ -73,7 +73,10 @@ MECHANISM_WORDS = {
     "collapsed_output": (r"collapsed?[-_ ]output|line[-_ ]?collapser", {"config_file.py"}),
     "compile_cache": (r"compile[-_ ]?(cache|artifact)", {"config_file.py"}),
     "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
-    "curves": (r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b", {"training/run.py"}),
+    "curves": (
+        r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b",
+        {"training/run.py", "integrations/lightning_loggers.py"},  # the latter has a method of Lightning
+    ),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (r"hang[-_ ]?(detect|timeout|report)|stack[-_ ]?dump", {"training/run.py"}),
     "on_event": (r"\bon[-_]event\b|notifier", {"launching/launcher.py"}),

@@ -46,7 +46,7 @@ class Exporter(ABC):
             last_written: the earlier writer is known to have written all steps up to it, and may have written
                 more; -1: none is known.
             go_back_to: the job went back to this step on purpose. The tracker then loses what it has after
-                it, as far as the tracker can.
+                it, as far as the tracker can; -1: all that it has is another job's.
 
         """
 

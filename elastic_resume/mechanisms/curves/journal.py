@@ -5,6 +5,7 @@ generation begins, and rank 0's worker appends a line when it finishes a step::
 
     {"step":120,"epoch":1,"source":2,"goes_back":false}     where the generation begins, and in whose state
     [121,1,1767225600.5,{"loss":0.25}]                      a finished step, its epoch, the time, the values
+    [121,1,1767225600.9,{"eval_loss":0.5}]                  more values of it, logged after its end
 
 So the file on every other node is a prefix of rank 0's, in bytes. A line that a kill has cut off has no end,
 and is not read. Nothing is ever changed: the next generation has another file. ``g000003.written.jsonl`` is

@@ -1,8 +1,9 @@
 """Record in rank 0's worker what the script logs, and tell the agents where it is to be found.
 
 The values of a step are kept until the step's end and then written as one line, which outlives the worker at
-once (`journal`). A state counts as resumable only with its step's line (`notes`), so no line is missing: a
-worker that dies before it has written one computes the step again.
+once (`journal`). What is logged for that step later gets a line of its own. A state counts as resumable only
+with its step's line (`notes`), so no line is missing: a worker that dies before it has written one computes
+the step again.
 """
 
 from __future__ import annotations
@@ -83,28 +84,30 @@ class Recorder(RecomputedSteps):
         self._descriptor = -1
         self._open()
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Keep values of the step that is being computed.
+    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False) -> None:
+        """Keep values of the step that is being computed, or add to the last step, which has its line.
 
         Raises:
             UsageError: a key or a value is of another kind, or there are too many.
 
         """
-        own = self._values
+        own = {} if of_last_step else self._values
         for key, value in values.items():
             if key not in own:
                 _require_key(key)
             own[key] = value if type(value) is float else _to_number(key, value)
         if len(own) > MAX_KEYS:
             raise UsageError(f"run.log: a step has {len(own)} keys, and {MAX_KEYS} is the most.")
+        if of_last_step:  # trackers get a step when the next one has ended
+            self._write(self._read_position().step, own)
 
     def end_step(self, step: int) -> None:
         """Write the line of a step."""
-        self._write(step)
+        self._write(step, self._take_values())
 
     def close_step(self) -> None:
         """Write what was logged after the last step: it belongs to that one."""
-        self._write(self._read_position().step)
+        self._write(self._read_position().step, self._take_values())
 
     def close(self) -> None:
         """Write no more. What was logged in an unfinished step is dropped, and computed again."""
@@ -121,10 +124,13 @@ class Recorder(RecomputedSteps):
         except OSError as error:
             self._give_up(error)
 
-    def _write(self, step: int) -> None:
+    def _take_values(self) -> dict[str, float]:
+        values, self._values = self._values, {}
+        return values
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
         if self._descriptor < 0:
             return
-        values, self._values = self._values, {}
         line = journal.format_line([step, self._read_position().epoch, round(time.time(), 3), values])
         try:
             if os.write(self._descriptor, line) != len(line):

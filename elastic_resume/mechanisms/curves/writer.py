@@ -332,7 +332,7 @@ class Session:
         go_back_to = records[since[-1]].begin.step if records[since[-1]].goes_back else None
         recorded = journal.read_written(self._node_dir, journal.list_generations(self._node_dir))
         if go_back_to is None and not is_partial and self.target.text not in recorded:
-            go_back_to = records[chain.generations[-1]].begin.step  # an earlier job had the same run id
+            go_back_to = -1  # an earlier job had the same run id; its step 0 goes too
         step = written.get(self.target.text)
         self.target.begin(-1 if step is None else step, go_back_to if step is None else None)
         return True

@@ -199,6 +199,9 @@ class Job:
             self.record("saved", folders=self.list_saved())
         rates = [scheduler.get_last_lr() for scheduler in self.schedulers.values()]
         self.record("step", losses=losses, read=read, rates=rates)
+        self.accelerator.log({"loss": float.fromhex(losses[-1])}, step=number)
+        self.hit("logged")
+        self.accelerator.log({"rate": rates[0][0], "text": "left out"})
         self.hit("recorded")
         self.run.step()
         self.hit("told")
@@ -223,6 +226,9 @@ class Job:
         total = torch.cat(losses).double().mean()
         self.stopper.update(float(total), self.accelerator.unwrap_model(model))
         self.record(kind, loss=float(total).hex(), bad=self.stopper.bad, count=len(torch.cat(losses)))
+        self.accelerator.log(
+            {f"{kind}/loss": total}, step=self.run.position.step if kind == "epoch" else None
+        )
 
     def finish(self) -> None:
         """Load the best weights, and write the state of this rank."""

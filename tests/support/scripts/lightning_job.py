@@ -53,6 +53,11 @@ class Net(pl.LightningModule):
         """Score the classes."""
         return self.last(self.drop(torch.relu(self.norm(self.first(inputs)))))  # type: ignore[no-any-return]
 
+    def on_train_start(self) -> None:
+        """Log past ``self.log()``, in each process; a job has one start."""
+        logger: Any = self.logger
+        logger.log_metrics({"start": 1.0}, 0)
+
     def record(self, indices: Tensor, loss: Tensor) -> None:
         """Write down a batch and come to the middle of a step."""
         strategy: Any = self.trainer.strategy

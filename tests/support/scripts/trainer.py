@@ -1,7 +1,8 @@
 """Trains with transformers' Trainer, for tests/integration/test_transformers.py.
 
 ``--case`` names what it trains and how. Each process records what it reads, computes and logs. A place of
-``--kill`` (job_log.py) is a callback's hook, ``in_step`` or ``in_save``, and its step the finished steps.
+``--kill`` (job_log.py) is a callback's hook, ``in_step``, ``in_save`` or ``in_last_log``, and its step the
+finished steps.
 """
 
 from __future__ import annotations
@@ -192,6 +193,8 @@ def _make_hook(name: str) -> Any:
         if name == "on_log":
             logs = {k: v for k, v in more["logs"].items() if not is_time(k)}
             self.job_log.write(step=state.global_step, logs=logs)
+            if "train_loss" in logs:
+                self.job_log.kill_at("in_last_log", state.global_step)
         if name == "on_train_begin":
             self.job_log.write(step=state.global_step, logger=os.environ["WANDB_RUN_ID"])
         self.job_log.kill_at(name, state.global_step)

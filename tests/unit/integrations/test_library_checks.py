@@ -1,8 +1,13 @@
-"""An integration refuses a library that it was not written for, at import."""
+"""What integrations share: a library that they were not written for is refused, and numbers are logged."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from elastic_resume import integrations
 from elastic_resume.errors import MachineError
@@ -30,3 +35,21 @@ def test_other_method_is_refused(class_name: str, name: str, parameter: str) -> 
     integrations.require_methods("os", "1.0", "2.0", {"pathlib.Path": ("rename target", "parent")})
     with pytest.raises(MachineError, match=rf"os has another {class_name}\.{name} than .* 1\.0"):
         integrations.require_methods("os", "1.0", "2.0", {f"pathlib.{class_name}": (f"{name} {parameter}",)})
+
+
+def test_numbers_of_a_library_are_logged_for_their_step() -> None:
+    """Texts, dicts and pictures are left out; its number of the last step is the job's."""
+    logged: list[tuple[dict[str, Any], bool]] = []
+
+    def log(values: dict[str, Any], *, of_last_step: bool) -> None:
+        logged.append(({name: float(value) for name, value in values.items()}, of_last_step))
+
+    progress = SimpleNamespace(position=SimpleNamespace(step=7))
+    run: Any = SimpleNamespace(_generation=SimpleNamespace(log=log, progress=progress))
+    numbers = {"a": 1, "b": np.float32(0.5), "c": torch.tensor([2.0]), "d": True, "e": float("inf")}
+    others = {"f": "text", "g": {"h": 1.0}, "i": torch.zeros(2), "j": None, "k": torch.tensor(1j)}
+    for step in (7, 8, 3, None):
+        integrations.log_numbers(run, {**numbers, **others}, step)
+    integrations.log_numbers(run, others)
+    expected = {"a": 1.0, "b": 0.5, "c": 2.0, "d": 1.0, "e": float("inf")}
+    assert logged == [(expected, True), (expected, False), (expected, False), (expected, False)]

@@ -16,7 +16,13 @@ import pytest
 import torch
 
 from elastic_resume import constants
-from elastic_resume.integrations.lightning_loggers import EVENTS_JOURNAL, Loggers, cut_points, mark_points
+from elastic_resume.integrations.lightning_loggers import (
+    EVENTS_JOURNAL,
+    Loggers,
+    RunLog,
+    cut_points,
+    mark_points,
+)
 
 
 class Board:
@@ -139,3 +145,54 @@ def test_loggers_take_their_versions_in_the_order_of_the_trainer(
         loggers = Loggers(trainer, library, {"ckpt_dir": tmp_path, "run_id": "job", "node_name": "n"})
         assert [one.version for one in made] == list(range(len(kinds)))
         (node_dir / constants.LOGGER_VERSIONS_FILE).write_text(json.dumps(loggers._read_versions()))
+
+
+def make_run(logged: list[dict[str, Any]], kind: str) -> Any:
+    """Return a run in whose third step something is logged."""
+    generation = SimpleNamespace(
+        log=lambda values, *, of_last_step: logged.append({**values, "last": of_last_step}),
+        progress=SimpleNamespace(position=SimpleNamespace(step=2)),
+    )
+    return SimpleNamespace(_generation=generation, plan=SimpleNamespace(kind=kind))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_logger", [True, False])
+def test_what_loggers_get_goes_to_the_run(has_logger: bool) -> None:
+    """Also without a logger, and past ``self.log()``; not what a resumed process logs before its loop."""
+    import lightning.pytorch as pl  # noqa: PLC0415  seconds
+
+    written: list[Any] = []
+
+    class Own(pl.loggers.logger.DummyLogger):
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            written.append((args, kwargs))
+
+    trainer = pl.Trainer(
+        logger=Own() if has_logger else False, accelerator="cpu", enable_progress_bar=False, devices=1
+    )
+    trainer.state.fn, trainer.training = pl.trainer.states.TrainerFn.FITTING, True
+    logged: list[dict[str, Any]] = []
+    run_log = RunLog(trainer, make_run(logged, "resumed"))
+    connector: Any = trainer._logger_connector
+    connector.log_metrics({"loss": torch.tensor(0.5)})
+    assert logged == []
+    run_log.begin_loop()
+    connector.log_metrics({"loss": torch.tensor(0.5)})
+    assert logged == [{"loss": 0.5, "epoch": 0, "last": False}]
+    connector.log_metrics({})
+    if has_logger:
+        (logger,) = trainer.loggers
+        log: Any = logger.log_metrics
+        log({"own": 2.0, "text": "left out"}, 2)
+        assert logged[1:] == [{"own": 2.0, "last": False}]
+        assert written[-1] == (({"own": 2.0, "text": "left out"}, 2), {})
+    trainer.testing = True  # after fit()
+    trainer.state.fn = pl.trainer.states.TrainerFn.TESTING
+    count = len(logged)
+    connector.log_metrics({"test": 1.0})
+    assert len(logged) == count
+    trainer.state.fn = pl.trainer.states.TrainerFn.FITTING
+    run_log.begin_generation()  # in a process that stays
+    connector.log_metrics({"loss": 1.0})
+    assert len(logged) == count

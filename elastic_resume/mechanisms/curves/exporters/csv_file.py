@@ -187,7 +187,7 @@ class _LineFile(Exporter):
                 if self._parse_own(line.rstrip(b"\n")) > step:
                     break
                 kept_bytes += len(line)
-        aside = _find_free_name(self._path, f"after-{step}")
+        aside = _find_free_name(self._path, f"after-{max(step, 0)}")
         self._write_file(aside, lambda: self._ranges((0, head_bytes), (kept_bytes, self._size)))
         self._replace(lambda: self._ranges((0, kept_bytes)))
 

@@ -168,7 +168,7 @@ def test_restart_before_the_first_snapshot_keeps_what_is_written(tmp_path: Path)
     wait_for(lambda: 6 in tracker.steps, "a step of the second generation")
     job.finish()
     assert tracker.steps == [1, 2, 3, 4, 5, 6, 7]
-    assert tracker.went_back_to == [0]
+    assert tracker.went_back_to == [-1]
 
 
 @pytest.mark.parametrize(

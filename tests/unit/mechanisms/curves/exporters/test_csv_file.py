@@ -139,6 +139,18 @@ def test_going_back_keeps_the_abandoned_lines_aside(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_file_of_an_earlier_job_keeps_nothing(tmp_path: Path) -> None:
+    """Its step 0 is no point of this job."""
+    path = tmp_path / "loss.csv"
+    exporter = _open(f"csv:{path}")
+    exporter.write([Point(step, 1.0, {"a": 1.0}) for step in range(2)])
+    exporter.close()
+    assert exporter.open(-1, go_back_to=-1) == -1
+    exporter.close()
+    assert _read_csv(path) == {}
+    assert _read_csv(tmp_path / "loss.after-0.csv") == {0: {"a": 1.0}, 1: {"a": 1.0}}
+
+
 def test_json_has_no_nan(tmp_path: Path) -> None:
     """Parsers other than Python's refuse NaN and Infinity; float() reads these words."""
     path = tmp_path / "loss.jsonl"
