@@ -79,6 +79,7 @@ def test_empty_node_compiles_nothing_that_its_peer_has_compiled(tmp_path: Path) 
     assert sorted(found.loaded) == [("n0", None), ("n1", 0)]
 
 
+@pytest.mark.soak
 def test_without_the_flag_an_empty_node_compiles_again(tmp_path: Path) -> None:
     """So the test above sees what the flag does. Nothing of it is imported or kept."""
     found = replace_node(tmp_path)

@@ -10,9 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from elastic_resume.mechanisms.curves.exporters.wandb_file import StepReader
 from elastic_resume.testing import Cluster
@@ -32,12 +30,16 @@ def _read_tensorboard(directory: Path) -> list[tuple[int, float]]:
 
 
 def _read_mlflow(directory: Path, query: str) -> list[tuple[int, float]]:
+    from mlflow import MlflowClient  # noqa: PLC0415  collecting tests takes seconds longer with it
+
     client = MlflowClient(f"file://{directory}")
     (run,) = client.search_runs(["0"], query)
     return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
 
 
 def _read_wandb(directory: Path) -> list[tuple[int, float]]:
+    from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415  the same
+
     found = []
     for file in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         for record in map(Record.FromString, StepReader(file)._read_entries()):

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_resume.mechanisms.curves.exporter import Exporter, Point, parse_exporter
 from tests.support.killed_writers import assert_equal_points, write_with_kills
 
-pytest.importorskip("mlflow")
-from mlflow import MlflowClient
+pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")
 
 ENV = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
@@ -26,8 +27,14 @@ def _open(directory: Path, go_back_to: int | None = None) -> tuple[Exporter, int
     return exporter, exporter.open(-1, go_back_to)
 
 
+def _make_client(uri: str) -> Any:
+    from mlflow import MlflowClient  # noqa: PLC0415  collecting tests takes seconds longer with it
+
+    return MlflowClient(uri)
+
+
 def _read(directory: Path, tag: str = "elastic_resume.run_id") -> dict[int, dict[str, float]]:
-    client = MlflowClient(f"file://{directory}/mlruns")
+    client = _make_client(f"file://{directory}/mlruns")
     (run,) = client.search_runs(["0"], f"tags.`{tag}` = 'job-1'")
     found: dict[int, dict[str, float]] = {}
     for key in run.data.metrics:
@@ -102,7 +109,7 @@ def test_experiment_of_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
         exporter, _ = _open(tmp_path)
         exporter.write([Point(step, 1.0, {"a": 1.0})])
         exporter.close()
-    client = MlflowClient(f"file://{tmp_path}/mlruns")
+    client = _make_client(f"file://{tmp_path}/mlruns")
     experiment = client.get_experiment_by_name("digits")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
@@ -114,7 +121,7 @@ def test_run_is_running_while_it_is_written(tmp_path: Path) -> None:
     """Also after an earlier writer has ended."""
     for _ in range(2):
         exporter, _ = _open(tmp_path)
-        client = MlflowClient(f"file://{tmp_path}/mlruns")
+        client = _make_client(f"file://{tmp_path}/mlruns")
         (run,) = client.search_runs(["0"])
         assert run.info.status == "RUNNING"
         exporter.close()

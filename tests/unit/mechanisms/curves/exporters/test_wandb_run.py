@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from elastic_resume.mechanisms.curves.exporter import Exporter, Point, parse_exp
 from elastic_resume.mechanisms.curves.exporters.wandb_file import StepReader
 from tests.support.killed_writers import assert_equal_points, write_with_kills
 
-pytest.importorskip("wandb")
-from wandb.proto.wandb_internal_pb2 import Record
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,9 @@ def _open(last_written: int = -1, go_back_to: int | None = None) -> tuple[Export
 
 
 def _read_records(file: Path) -> list[Any]:
+    # Collecting tests takes seconds longer with it.
+    from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415
+
     reader = StepReader(file)
     return [Record.FromString(data) for data in reader._read_entries()]
 
