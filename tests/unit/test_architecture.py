@@ -50,7 +50,7 @@ MAY_IMPORT_TORCH = (
     "mechanisms/compile_cache/sharing.py",
     *(
         f"mechanisms/compute_check/{name}.py"
-        for name in ("check", "computation", "device", "recorder", "request")
+        for name in ("check", "computation", "device", "plain_state", "recorder", "request")
     ),
     "mechanisms/slow_ranks/own_time.py",
     "mechanisms/mechanism.py",  # for types only
