@@ -8,6 +8,7 @@ it in silence nor end the job. So the thread logs the exception and calls the fu
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import queue
@@ -174,6 +175,16 @@ def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], thread
             raise error
         found[index] = cast("R", result)
     return [found[index] for index in range(count)]
+
+
+def listen(host: str) -> socket.socket:
+    """Listen on TCP at ``host``, an address or a name of this node, at a port that the system chooses."""
+    try:
+        is_ipv6 = ipaddress.ip_address(host).version == 6
+    except ValueError:  # a name may lead to a loopback address here, and to another one elsewhere
+        host, is_ipv6 = "", socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    return socket.create_server((host, 0), family=family, dualstack_ipv6=is_ipv6 and not host)
 
 
 class AcceptThread:

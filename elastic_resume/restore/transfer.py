@@ -53,7 +53,7 @@ from typing import Any, Protocol
 import xxhash
 
 from elastic_resume import constants, failpoints
-from elastic_resume.background import AcceptThread
+from elastic_resume.background import AcceptThread, listen
 from elastic_resume.errors import CheckpointError, MachineError, PeerFailedError
 from elastic_resume.restore.streaming import BackgroundTask, StreamingBuffer
 from elastic_resume.slots import slot_memory
@@ -188,7 +188,7 @@ class BlockServer:
 
         """
         try:
-            listener = _listen(host)
+            listener = listen(host)
         except OSError as error:
             raise MachineError(
                 f"node {node} cannot listen at {host} to send the state: {error.strerror}. Choose an address "
@@ -263,15 +263,6 @@ class BlockServer:
         connection.sendall(_OK + self.table.get_digest(index), socket.MSG_MORE)
         connection.sendall(block)
         return True
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        is_ipv6 = ipaddress.ip_address(host).version == 6
-    except ValueError:  # a name may lead to a loopback address here, and to another one elsewhere
-        host, is_ipv6 = "", socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-    return socket.create_server((host, 0), family=family, dualstack_ipv6=is_ipv6 and not host)
 
 
 # ---- the receiving side ------------------------------------------------------------------------------

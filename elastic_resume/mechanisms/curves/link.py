@@ -12,7 +12,6 @@ and the signed lines are those of `rendezvous.net.protocol`.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elastic_resume.background import AcceptThread, BackgroundThread
+from elastic_resume.background import AcceptThread, BackgroundThread, listen
 from elastic_resume.mechanisms.curves import journal
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.codec import dump_json
@@ -54,7 +53,7 @@ class Replicator:
         self.own_generation = 0
         """The generation whose file this node's worker writes; nothing is received for it."""
         self._key = secrets.token_hex(32)
-        listener = _listen(host)
+        listener = listen(host)
         self.endpoint: Endpoint = (host, listener.getsockname()[1], self._key)
         self._lock = threading.Lock()
         self._links: set[_Link] = set()
@@ -261,12 +260,3 @@ class _Link:
     def _read_lines(self) -> Iterator[bytes]:
         while data := self._connection.recv(CHUNK_BYTES):
             yield from self._reader.feed(data)
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        is_ipv6 = ipaddress.ip_address(host).version == 6
-    except ValueError:  # a name may lead to a loopback address here, and to another one elsewhere
-        host, is_ipv6 = "", socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-    return socket.create_server((host, 0), family=family, dualstack_ipv6=is_ipv6 and not host)
