@@ -172,7 +172,7 @@ OPTIONS = (
         "serve metrics for Prometheus",
         parse_listen_address,
         has_flag=True,
-        details="needs pip install 'elastic-resume[metrics]'; without an address at 127.0.0.1",
+        details=f"needs {constants.EXTRA_INSTALL.format('metrics')}; without an address at 127.0.0.1",
         default_help="off",
     ),
     Option("quiet", None, "log warnings and errors only", parse_switch, "false", has_flag=True),
