@@ -236,6 +236,8 @@ OPTIONS = (
     Option("step-mark-s", "TIME", "", parse_duration, DEFAULT_STEP_MARK_S),
 )
 FLAG_OPTIONS = tuple(option for option in OPTIONS if option.has_flag)
+SWITCHES = config_file.PLAIN_SWITCHES | {f"--{option.name}" for option in FLAG_OPTIONS if not option.metavar}
+"""The flags of ``run`` without a value."""
 STEPS_OR_TIME_FLAGS = tuple(f"--{option.name}" for option in FLAG_OPTIONS if option.metavar == "N|TIME")
 OPTIONS_WITHOUT_FLAG = tuple(option for option in OPTIONS if option.help and not option.has_flag)
 

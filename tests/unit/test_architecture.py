@@ -68,8 +68,8 @@ MAX_MODULE_LINES = 800
 # What a script reads is the core's too: `Run.preemption`.
 MECHANISM_WORDS = {
     "archive": (r"uploader|archive[-_](every|keep)", {"archive/store_errors.py"}),
-    "collapsed_output": (r"collapse[-_]output|line[-_ ]?collapser", {"config_file.py"}),
-    "compile_cache": (r"compile[-_ ]?cache|compile artifacts", {"config_file.py"}),
+    "collapsed_output": (r"collapse[-_]output|line[-_ ]?collapser", set()),
+    "compile_cache": (r"compile[-_ ]?cache|compile artifacts", set()),
     "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
     "curves": (r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b", {"training/run.py"}),
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
