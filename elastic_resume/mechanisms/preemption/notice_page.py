@@ -131,7 +131,7 @@ class NoticePage:
     @property
     def held_limit_s(self) -> int:
         """How long a rank waits for the agreed boundary."""
-        return self._words[_HELD_LIMIT_S]
+        return int(self._words[_HELD_LIMIT_S])
 
     def read_text(self) -> bytes:
         """Read the text of the notice whose boundary is known."""

@@ -41,6 +41,10 @@ class Memory(Exporter):
         self.act("write")
         self.steps += [point.step for point in points]
 
+    def has(self, step: int) -> bool:
+        """Return whether a step was written."""
+        return step in self.steps
+
     def flush(self) -> int:
         """Flush."""
         return self.steps[-1] if self.steps else -1
@@ -189,7 +193,7 @@ def test_values_whose_nodes_are_gone_are_named_once(
         head = journal.format_begin(begin, generation - 1, goes_back=False)
         journal.record_path(tmp_path / "n0", generation).write_bytes(head + b"".join(lines))
         job.part.begin_generation(cast("Any", SimpleNamespace(generation=generation, rank=0)))
-        wait_for(lambda last=generation + 40: last in tracker.steps, f"values of generation {generation}")
+        wait_for(partial(tracker.has, generation + 40), f"values of generation {generation}")
         assert job.events == [("curves-lost", {"first": 1, "last": 40, "of_generation": 2})]
     job.finish()
     assert tracker.steps == [1, 2, 3, 4, *range(41, 46)]
