@@ -11,7 +11,7 @@
 A bar is a median and each dot is one kill. The pale bar is the second standstill, when the lost worker's
 successor comes in later. A cross means that no kill was survived. From a script that starts slowly come the
 two timelines of a killed worker too, each of the kill with the median time. Needs
-`pip install 'elastic-resume[bench]'`.
+`pip install '.[bench]'`.
 """
 
 from __future__ import annotations

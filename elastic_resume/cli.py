@@ -224,7 +224,7 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         raise ConfigError("--print-completion writes completions for the name torchrun: call torchrun.")
 
     is_nested = config.forget_outer_agent(os.environ) or constants.ENV_OUTER_JOB in os.environ
-    path = config_file.find_path(arguments, os.environ)
+    path = config_file.find_path(arguments, os.environ, config.SWITCHES)
     file = config_file.read_file(path, os.environ) if path else config_file.ConfigFile()
     file.set_environment(os.environ)  # before the import of torch, which reads some
     with _omp_threads_of_workers(arguments, file):

@@ -172,7 +172,7 @@ OPTIONS = (
         "serve metrics for Prometheus",
         parse_listen_address,
         has_flag=True,
-        details="needs pip install 'elastic-resume[metrics]'; without an address at 127.0.0.1",
+        details=f"needs {constants.EXTRA_INSTALL.format('metrics')}; without an address at 127.0.0.1",
         default_help="off",
     ),
     Option("quiet", None, "log warnings and errors only", parse_switch, "false", has_flag=True),
@@ -236,6 +236,8 @@ OPTIONS = (
     Option("step-mark-s", "TIME", "", parse_duration, DEFAULT_STEP_MARK_S),
 )
 FLAG_OPTIONS = tuple(option for option in OPTIONS if option.has_flag)
+SWITCHES = config_file.PLAIN_SWITCHES | {f"--{option.name}" for option in FLAG_OPTIONS if not option.metavar}
+"""The flags of ``run`` without a value."""
 STEPS_OR_TIME_FLAGS = tuple(f"--{option.name}" for option in FLAG_OPTIONS if option.metavar == "N|TIME")
 OPTIONS_WITHOUT_FLAG = tuple(option for option in OPTIONS if option.help and not option.has_flag)
 

@@ -10,7 +10,7 @@ files: a text in the file may be in git, and a word of the script in the list of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 20
 FLAG = "--config"
 SCRIPT, SCRIPT_ARGS, ENV = "script", "script-args", "env"
-# torchrun's and our flags without a value, for `find_path`, which runs before the import of torch.
-SWITCHES = frozenset({
-    "-m", "-h", "--help", "--help-all", "--module", "--no-python", "--quiet", "--run-path",
-    "--collapse-output", "--share-compile-cache", "--show-config", "--standalone", "--virtual-local-rank",
+# Flags without a value that are no settings, for `find_path`: torchrun's, as torch is not imported yet, and
+# ours. `config.SWITCHES` has those of settings too.
+PLAIN_SWITCHES = frozenset({
+    "-m", "-h", "--help", "--help-all", "--module", "--no-python", "--run-path", "--show-config",
+    "--standalone", "--virtual-local-rank",
 })  # fmt: skip
 _DOLLAR = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\})?")
 _SECRET_NAME = re.compile(
@@ -73,10 +74,10 @@ class ConfigFile:
             environ.setdefault(name, entry.text)
 
 
-def find_path(words: Sequence[str], environ: Mapping[str, str]) -> str:
+def find_path(words: Sequence[str], environ: Mapping[str, str], switches: Collection[str]) -> str:
     """Return the file that the flags of ``run`` or a variable name; empty if none.
 
-    It knows torchrun's switches by name, as torch is not imported yet. The script's own words do not count.
+    ``switches`` are the flags without a value. The script's own words do not count.
     """
     found = environ.get(constants.ENV_CONFIG, "")
     waits_for = ""
@@ -92,7 +93,7 @@ def find_path(words: Sequence[str], environ: Mapping[str, str]) -> str:
             if name == FLAG and has_value:
                 found = value
             is_short = re.match(r"-[a-z].", word) is not None
-            is_switch = any(switch.startswith(name) for switch in SWITCHES)
+            is_switch = any(switch.startswith(name) for switch in switches)
             waits_for = "" if has_value or is_short or is_switch else name
     return found
 

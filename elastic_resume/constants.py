@@ -6,6 +6,9 @@ versions. This module holds names only.
 
 from __future__ import annotations
 
+# How to install an extra: nothing is on PyPI yet, and the README installs from a clone.
+EXTRA_INSTALL = "pip install '.[{}]' in the clone of elastic_resume"
+
 # ---- exit codes of `elastic-resume run`; schedulers have rules for them -----------------------------------
 EXIT_SUCCESS = 0
 EXIT_JOB_ERROR = 1  # the job itself has an error: do not requeue

@@ -54,8 +54,9 @@ Kinds, their writers and their own fields (each package in `mechanisms` describe
     proof                 rank 0     generation, step, first_step, verdict (proved | rounding | not proved),
                                      ranks, rounding, within_epoch, seconds, message; steps were computed
                                      again
-    worker-start          worker     generation, rank, local_rank, world_size, step, gpu (UUID of the model's
-                                     device, or null); the state is loaded
+    worker-start          worker     generation, rank, local_rank, world_size, step, kept_step (up to which
+                                     steps are computed again on purpose, as by a proof, or given up), gpu
+                                     (UUID of the model's device, or null); the state is loaded
     restartable           worker     generation, rank, local_rank, start_s (from its start to er.resume),
                                      state_bytes
     step                  worker     generation, rank, step, epoch, stalled_s (time that this rank has

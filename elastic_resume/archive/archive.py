@@ -71,8 +71,8 @@ def open_store(address: Address) -> Store:
             from elastic_resume.archive.obstore_store import ObstoreStore  # noqa: PLC0415  an extra
         except ImportError as error:
             raise ConfigError(
-                f"{address}: takes the package obstore, which is not installed here: pip install "
-                "'elastic-resume[remote]' (on Python 3.11 or newer)."
+                f"{address}: takes the package obstore, which is not installed here: "
+                f"{constants.EXTRA_INSTALL.format('remote')} (on Python 3.11 or newer)."
             ) from error
         return ObstoreStore(address)
     try:

@@ -362,7 +362,7 @@ def check_installation(workers: int = 1) -> list[Finding]:
 def _check_nvidia(workers: int) -> list[Finding]:
     """Return what NVML says about the GPUs that workers see; a worker uses that of its local rank."""
     if importlib.util.find_spec("pynvml") is None:
-        remedy = "broken GPUs go unnoticed: pip install 'elastic-resume[nvidia]'"
+        remedy = f"broken GPUs go unnoticed: {constants.EXTRA_INSTALL.format('nvidia')}"
         return [Finding("nvidia-ml-py", "not installed", remedy)]
     visible = gpus.list_gpus(limit_s=gpus.START_LIMIT_S) or ()
     remedy = "" if visible else "see nvidia-smi; unequal GPUs need CUDA_DEVICE_ORDER=PCI_BUS_ID"

@@ -125,9 +125,9 @@ def _pickle_call(function: Any, args: tuple[Any, ...], *, is_interactive: bool) 
         return dump_by_value((function, args)), True
     except ImportError:
         raise UsageError(
-            f"launch() cannot send the function and its arguments to the workers: {reason}. Run pip install "
-            "'elastic-resume[notebook]' (cloudpickle), or move the function to the top of a module and "
-            "import it from there."
+            f"launch() cannot send the function and its arguments to the workers: {reason}. Run "
+            f"{constants.EXTRA_INSTALL.format('notebook')} (cloudpickle), or move the function to the "
+            "top of a module and import it from there."
         ) from None
     except Exception as error:
         raise UsageError(

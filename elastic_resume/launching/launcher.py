@@ -56,7 +56,7 @@ def launch(function: Callable[..., T], args: Sequence[Any] = (), **settings: Any
     starts again with the same function and arguments. The same call on each machine makes a job of several
     nodes. The same call again continues the job, as the same command does: ``resume="never"`` starts over.
     Workers import a script again, so a script calls `launch` under ``if __name__ == "__main__":``. What is
-    defined in a notebook needs ``pip install 'elastic-resume[notebook]'``. An interrupt (Ctrl-C, or a
+    defined in a notebook needs ``pip install '.[notebook]'``. An interrupt (Ctrl-C, or a
     notebook's stop button) ends the job after its last step was saved.
 
     Args:

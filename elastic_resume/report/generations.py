@@ -168,6 +168,7 @@ class _GenerationRecord:
 
     ``node_ranks`` are the nodes that wrote events of it. ``restarted`` are nodes whose agent started anew
     in it, ``agent_ends`` those whose agent ended. ``resumed_t`` is when the first worker had its state.
+    ``worker_kept_step`` is the `kept_step` of a node's workers, where the resume of rank 0's is unknown.
     """
 
     number: int
@@ -176,6 +177,7 @@ class _GenerationRecord:
     node_ranks: dict[str, int] = field(default_factory=dict)
     num_nodes: int = 0
     resume: ParsedEvent | None = None
+    worker_kept_step: int | None = None
     resumed_t: float | None = None
     world_size: int | None = None
     start_step: int | None = None
@@ -201,6 +203,8 @@ class _GenerationRecord:
     @property
     def kept_step(self) -> int | None:
         """The step up to which nothing was lost; steps up to it may be computed again on purpose."""
+        if self.resume is None and self.worker_kept_step is not None:
+            return self.worker_kept_step
         target = self.resume.get_count("proves_step") if self.resume else None
         if self.start_step is not None and self.given_up_steps:  # the user has asked to go back
             return self.start_step + self.given_up_steps
@@ -256,6 +260,8 @@ class _GenerationRecord:
     def _record_resume(self, event: ParsedEvent) -> None:
         if event.kind == "resume":
             self.resume = event
+        else:
+            self.worker_kept_step = event.get_count("kept_step")
         if self.start_step is None or (event.kind == "resume" and event.step is not None):
             self.start_step = event.step
         self.resumed_t = min(event.t, self.resumed_t or event.t)

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from elastic_resume import constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.registry import MECHANISMS
 from elastic_resume.rendezvous.net.protocol import ProtocolError
@@ -60,7 +61,7 @@ def check_installed(listen_address: tuple[str, int] | None) -> None:
     if listen_address is not None and importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             "--metrics needs prometheus-client, which is not installed: "
-            "pip install 'elastic-resume[metrics]'."
+            f"{constants.EXTRA_INSTALL.format('metrics')}."
         )
 
 

@@ -16,7 +16,7 @@ from elastic_resume import constants
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import WorldChange
-from elastic_resume.policy.resume_plan import ARCHIVE, DISK
+from elastic_resume.policy.resume_plan import ARCHIVE, DISK, ResumePlan
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.coordinator import ResumeResult
@@ -64,12 +64,14 @@ def resume_event_fields(result: ResumeResult, position: Position, world_size: in
     }
 
 
-def start_worker(context: RankContext, generation: int, step: int, tracked: Mapping[str, Any]) -> None:
-    """Emit the event of a rank's start."""
+def start_worker(context: RankContext, plan: ResumePlan, step: int, tracked: Mapping[str, Any]) -> None:
+    """Emit the event of a rank's start at ``step``."""
+    target_step = plan.target.step if plan.target is not None else step
     context.events.emit(
         "worker-start",
-        generation=generation,
+        generation=plan.generation,
         step=step,
+        kept_step=max(target_step, step + plan.given_up_steps),
         local_rank=context.local_rank,
         world_size=context.collectives.size,
         gpu=state_dict.find_gpu_uuid(tracked),

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_resume import failpoints
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.training.wrong_gradients import flip_gradients
 
 
 def find_keys(
@@ -37,5 +36,11 @@ def wrap(model: nn.Module, *, is_tracked: bool, **arguments: Any) -> Distributed
     wrapped = DistributedDataParallel(model, **{**chosen, **arguments})
     reference = weakref.ref(wrapped)  # the registration outlives the generation
     failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
-    failpoints.register_action("wrong-gradients", lambda: flip_gradients(reference()))
+    failpoints.register_action("wrong-gradients", lambda: _flip_gradients(reference()))
     return wrapped
+
+
+def _flip_gradients(wrapped: DistributedDataParallel | None) -> None:
+    from elastic_resume.training import wrong_gradients  # noqa: PLC0415 - a fault of tests
+
+    wrong_gradients.flip_gradients(wrapped)

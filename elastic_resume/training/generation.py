@@ -202,7 +202,7 @@ class Generation:
             cleanup.callback(observer.close)
         self.earlier_run_notice = announce.EarlierRunNotice(result, context, position, sys.argv)
         self.heartbeat.start_generation(self.number, position.step)
-        announce.start_worker(context, self.number, position.step, self.tracked)
+        announce.start_worker(context, self.plan, position.step, self.tracked)
         self.random_numbers.start_at(position.step)
         if self.rank == 0:
             announce.log_start(result, context, position, world_change=self.progress.world_change)

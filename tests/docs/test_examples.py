@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None,
-    reason="the digits come from scikit-learn (pip install elastic-resume[examples])",
+    reason="the digits come from scikit-learn (pip install '.[examples]')",
 )
 
 EXAMPLES = ROOT / "examples"

@@ -163,3 +163,15 @@ def test_links_of_page_outside_the_site_lead_somewhere(name: str) -> None:
         target = ROOT / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_extras_are_installed_as_the_readme_installs() -> None:
+    """Nothing is on PyPI: a name there would install something else. The extras of the messages exist."""
+    assert "pip install ." in README.read_text()
+    product = [*sorted((ROOT / "elastic_resume").rglob("*.py")), *sorted((ROOT / "docs").rglob("*.json"))]
+    texts = {path: path.read_text() for path in [*TEXTS, *product, ROOT / "CHANGELOG.md"]}
+    assert [path.name for path, text in texts.items() if "elastic-resume[" in text] == []
+    named = {name for text in texts.values() for name in re.findall(r"EXTRA_INSTALL.format\('(\w+)'\)", text)}
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {"metrics", "notebook", "nvidia", "remote"} == named
+    assert named <= set(extras)

@@ -50,7 +50,7 @@ MAY_IMPORT_TORCH = (
     "mechanisms/compile_cache/sharing.py",
     *(
         f"mechanisms/compute_check/{name}.py"
-        for name in ("check", "computation", "device", "recorder", "request")
+        for name in ("check", "computation", "device", "plain_state", "recorder", "request")
     ),
     "mechanisms/slow_ranks/own_time.py",
     "mechanisms/mechanism.py",  # for types only
@@ -70,8 +70,8 @@ MAX_MODULE_LINES = 800
 # restore compares replicas too, so --check-replicas is the core's.
 MECHANISM_WORDS = {
     "archive": (r"uploader|last[-_ ]?upload|archive[-_](every|keep)", {"archive/store_errors.py"}),
-    "collapsed_output": (r"collapsed?[-_ ]output|line[-_ ]?collapser", {"config_file.py"}),
-    "compile_cache": (r"compile[-_ ]?(cache|artifact)", {"config_file.py"}),
+    "collapsed_output": (r"collapsed?[-_ ]output|line[-_ ]?collapser", set()),
+    "compile_cache": (r"compile[-_ ]?(cache|artifact)", set()),
     "compute_check": (r"compute[-_ ]?check|check[-_]compute|gradients-differ", set()),
     "curves": (
         r"log[-_]metrics|curve[-_ ]?writer|\bcurves?\b",

@@ -22,6 +22,7 @@ from elastic_resume.agent import options, torchelastic
 from elastic_resume.commands import doctor, job_file
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
+from elastic_resume.mechanisms.registry import MECHANISM_OPTIONS
 from elastic_resume.option import Option
 from elastic_resume.schedulers import environment
 from elastic_resume.testing import rehearsal
@@ -388,21 +389,26 @@ def test_worker_without_agent_reads_the_file() -> None:
         ("train.py --config a.yaml", "variable.yaml"),
         ("--keep 3 train.py --config a.yaml", "variable.yaml"),
         ("--quiet train.py --config a.yaml", "variable.yaml"),
+        *(
+            (f"--{switch.name} --config a.yaml", "a.yaml")
+            for switch in MECHANISM_OPTIONS
+            if switch.has_flag and not switch.metavar
+        ),
         ("--keep --config", "variable.yaml"),
     ],
 )
 def test_file_is_found_before_torch_is_imported(line: str, path: str) -> None:
     """The script's own --config is another one."""
     environ = {constants.ENV_CONFIG: "variable.yaml"}
-    assert config_file.find_path(line.split(), environ) == path
+    assert config_file.find_path(line.split(), environ, config.SWITCHES) == path
 
 
 def test_switches_are_those_of_run() -> None:
     """A flag that is missing there would take the word behind it for its value."""
     actions = config.actions_by_flag(PARSER).items()
     switches = {flag for flag, action in actions if action.nargs == 0 and "_" not in flag}
-    assert switches <= config_file.SWITCHES
-    assert not {flag for flag, action in actions if action.nargs != 0} & config_file.SWITCHES
+    assert switches <= config.SWITCHES
+    assert not {flag for flag, action in actions if action.nargs != 0} & config.SWITCHES
 
 
 def test_show_config_names_each_source_and_no_secret(

@@ -2,8 +2,8 @@
 
 The parts of the model get copies of their parameters and buffers for that time, so neither a gradient nor a
 hook of DDP is touched. Afterwards all attributes of the parts, the random numbers and torch's settings are as
-before. Hooks of the script do not run. The gradients of the outputs are random numbers from the seed: what is
-compared needs no loss.
+before; `plain_state` restores what attributes hold. Hooks of the script do not run. The gradients of the
+outputs are random numbers from the seed: what is compared needs no loss.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from elastic_resume.mechanisms.compute_check import plain_state
 from elastic_resume.mechanisms.compute_check.request import NotCheckable, Request, decode, find_tensors
 
 WORDS_PER_ROW = 1024
@@ -106,20 +107,20 @@ def _replaced_parts(
     }
     state = tensors[len(tensors) - len(request.state) :]
     with contextlib.ExitStack() as cleanup:
+        for restore in plain_state.save(module, request.seed, new):
+            cleanup.callback(restore)
+        for parameter in new:  # code that finds one elsewhere gives it no gradient
+            cleanup.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(False)
         for part, mode in zip(parts.values(), request.modes, strict=True):
             cleanup.callback(_restore_attributes, part, dict(vars(part)))
             own: dict[str, Any] = vars(part)
             own["_parameters"] = {name: new.get(p) for name, p in part._parameters.items()}  # noqa: SLF001
             own["_buffers"] = dict(part._buffers)  # noqa: SLF001
+            own["_modules"] = dict(part._modules)  # noqa: SLF001
             own["training"], own["_compiled_call_impl"] = mode == "1", None
             for name in _HOOKS:
                 own[name] = type(own[name])((key, hook) for key, hook in own[name].items() if _is_torch(hook))
-            for name, value in own.items():
-                if isinstance(value, torch.Generator):
-                    cleanup.callback(value.set_state, value.get_state())
-                    value.manual_seed(request.seed)
-                elif isinstance(value, list) and any(isinstance(item, nn.Parameter) for item in value):
-                    own[name] = [new.get(item, item) if isinstance(item, Tensor) else item for item in value]
         for (path, name), tensor in zip(request.state, state, strict=True):
             attributes: Any = vars(parts[path])
             (attributes["_buffers"] if name in attributes["_buffers"] else attributes)[name] = tensor
@@ -144,10 +145,11 @@ def _random_numbers(seed: int, device: torch.device) -> Iterator[None]:
     """Seed all generators, and restore them on exit."""
     plain, numpy = random.getstate(), sys.modules.get("numpy")
     arrays = numpy.random.get_state() if numpy is not None else None
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device.index] if on_gpu else []):
+    # A model may draw on, and seed, other GPUs too.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus):
         torch.default_generator.manual_seed(seed)
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
         random.seed(seed)
         if numpy is not None:

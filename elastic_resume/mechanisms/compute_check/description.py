@@ -60,10 +60,14 @@ def describe_difference(found: GradientDifference) -> str:
             f"{who} computes other gradients than the majority at step {found.step}, but from other "
             f"parameters or another batch: its replica or its network is wrong ({since})"
         )
+    cause = "its machine computes wrongly, or the model computes something else on this rank"
+    if agreed:  # it computed what the others do, so the rank alone is no reason
+        cause = "its machine most likely computes wrongly"
     count = f", for the {_ORDINALS.get(found.times, f'{found.times}th')} time" if found.times > 1 else ""
     return (
-        f"{who} computes wrong gradients at step {found.step}{count}: {found.name} differs from the "
-        f"majority's ({since}); its machine is at fault, and what the job has learned since is in doubt"
+        f"{who} computes other gradients than the majority at step {found.step}{count}, from the same "
+        f"parameters and batch: {found.name} differs ({since}); {cause}, and what the job has learned "
+        "since is in doubt"
     )
 
 

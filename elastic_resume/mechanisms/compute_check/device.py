@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_resume.mechanisms.compute_check.plain_state import find_iterator
 from elastic_resume.mechanisms.compute_check.request import NotCheckable, TensorFormat
 
 
@@ -34,6 +35,7 @@ def find_obstacle(ddp: DistributedDataParallel) -> None:
         raise NotCheckable("DDP's mixed_precision keeps other parameters than the optimizer's")
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise NotCheckable("SyncBatchNorm lets ranks wait for each other in the forward pass")
+    find_iterator(module)
     for name, parameter in module.named_parameters():
         TensorFormat.of(parameter.detach(), name)
 

@@ -24,6 +24,7 @@ CURVES = Mechanism(
     make_agent_part=lazily("curves.writer", "CurveWriter"),
     needs_setting="log_metrics",
     alerts=description.ALERTS,
+    status=description.STATUS,
     load_charts=lazily("curves.charts", "load_charts"),
     options=(
         Option(

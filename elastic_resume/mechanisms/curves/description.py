@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elastic_resume.events import Event
-from elastic_resume.mechanisms.mechanism import AlertKind
+from elastic_resume.mechanisms.mechanism import AlertKind, StatusMember
+
+
+@dataclass(frozen=True, slots=True)
+class CurvesStatus:
+    """The trackers that this node, which has rank 0, cannot write now."""
+
+    failing: tuple[tuple[str, str], ...]
+    """Each tracker, and why."""
+
+
+def describe_status(status: CurvesStatus) -> str:
+    """Name each tracker that is not written."""
+    return "; ".join(describe_failure(tracker, reason) for tracker, reason in status.failing)
+
+
+def describe_failure(tracker: object, reason: object) -> str:
+    """Say that a tracker is not written."""
+    return f"{tracker} cannot be written: {reason}"
 
 
 def _describe_lost(event: Event) -> str:
@@ -15,13 +35,14 @@ def _describe_lost(event: Event) -> str:
 def describe_gap(first: object, last: object) -> str:
     """Say which steps have no values."""
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return f"the trackers lack values of {steps}: the nodes that had them are gone"
+    return f"the nodes that had the values of {steps} are gone: trackers that had not got them lack them"
 
 
 def _describe_failed(event: Event) -> str:
-    return f"{event.get('tracker')} cannot be written: {event.get('error')}"
+    return describe_failure(event.get("tracker"), event.get("error"))
 
 
+STATUS = StatusMember("curves", CurvesStatus, describe_status)
 ALERTS = (
     AlertKind("curves-lost", _describe_lost, is_bad=True),
     AlertKind("curves-failed", _describe_failed, is_bad=True, ended_by="curves-recovered"),

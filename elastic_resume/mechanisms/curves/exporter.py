@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elastic_resume import constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.mechanisms.mechanism import lazily
 
@@ -105,7 +106,7 @@ def parse_exporter(setting: str, text: str) -> Callable[[str], Exporter]:
     if kind.module and importlib.util.find_spec(kind.module) is None:
         raise ConfigError(
             f"{setting} {name} needs {kind.module}, which is not installed: "
-            f"pip install 'elastic-resume[{kind.module}]'."
+            f"{constants.EXTRA_INSTALL.format(kind.module)}."
         )
     where: Any = _parse_path(setting, target) if kind.is_path else target
     return functools.partial(kind.make, where)

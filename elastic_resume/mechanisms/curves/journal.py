@@ -184,6 +184,11 @@ class Chain(NamedTuple):
     has_origin: bool
     """It begins with a cold start; else the values of earlier generations are unknown."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the values of all steps are here."""
+        return self.has_origin and not self.gaps
+
 
 def follow_chain(newest: int, records: Mapping[int, GenerationRecords]) -> Chain:
     """Follow the states that were resumed, from a generation back to the job's first."""
@@ -198,6 +203,15 @@ def follow_chain(newest: int, records: Mapping[int, GenerationRecords]) -> Chain
             gaps.append((source, records[source].closed, current.begin))
         generations.append(source)
         generation = source
+
+
+def list_missing_steps(chain: Chain, records: Mapping[int, GenerationRecords]) -> list[tuple[int, int, int]]:
+    """Return each generation whose values are missing, and the first and last step of these."""
+    found = [(number, min(known.step + 1, begin.step), begin.step) for number, known, begin in chain.gaps]
+    oldest = records[chain.generations[-1]]
+    if not chain.has_origin and oldest.begin.step:
+        found.append((oldest.source, 1, oldest.begin.step))
+    return found
 
 
 def list_since_way_back(chain: Chain, records: Mapping[int, GenerationRecords]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ POLL_S = 0.5
 PAUSE_S = 0.05  # between two looks, so that several steps are written at once
 BATCH = 1000
 MAX_TRACKERS = 8
+MAX_REASON_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,13 @@ class CurveWriter(AgentPart):
         for writer in self._writers:
             writer.start(client)
 
-    def update(self, client: RendezvousClient) -> None:
-        """Name a tracker that does not answer."""
+    def update(self, client: RendezvousClient) -> description.CurvesStatus | None:
+        """Name a tracker that does not answer; return those that are not written."""
         del client
         for writer in self._writers:
             writer.name_if_silent()
+        failing = [(writer.text, writer.problem) for writer in self._writers if writer.problem]
+        return description.CurvesStatus(tuple(failing)) if failing else None
 
     def begin_generation(self, world: StartWorkers) -> None:
         """Note whether rank 0 is on this node."""
@@ -222,6 +225,11 @@ class TrackerWriter:
         if (session := self._session) is not None:
             session.target.name_if_silent()
 
+    @property
+    def problem(self) -> str:
+        """Why the tracker is not written; empty if it is. Safe in any thread."""
+        return session.target.problem if (session := self._session) is not None else ""
+
     def _write(self) -> float | None:
         lower_priority()
         if not self._is_closing.is_set():
@@ -264,6 +272,7 @@ class Session:
         """Those that the tracker lacks; the last one may get more values."""
         self._closed = -1
         self._offset = 0
+        self._named_gaps: set[tuple[int, int]] = set()
         self._awaited: tuple[int, float] = (0, 0.0)  # generation, and until when its gaps are waited for
         self._flushed_at = time.monotonic()
         self._has_recorded = False
@@ -305,37 +314,58 @@ class Session:
 
     def _begin(self, generation: int, *, is_last: bool) -> bool:
         """Read the values of all generations that count; return False to wait for more of them."""
-        heads = {}
-        for number in journal.list_generations(self._node_dir):
-            if number <= generation and (head := journal.read_head(self._node_dir, number)) is not None:
-                heads[number] = head
+        heads = self._read_heads(generation)
         if generation not in heads:
             return False  # the workers restore
         chain = journal.follow_chain(generation, heads)
+        # A new machine's files of former generations arrive after the first line of this one.
+        if not chain.is_complete and not is_last and self._is_awaited(generation):
+            return False
+        if self._names_gaps:
+            self._name_gaps(chain, heads)
+        records = self._load(chain)
+        self._begin_target(chain, records)
+        return True
+
+    def _read_heads(self, generation: int) -> dict[int, journal.GenerationRecords]:
+        """Return where each generation up to this one began, as far as this node knows."""
+        numbers = [number for number in journal.list_generations(self._node_dir) if number <= generation]
+        found = ((number, journal.read_head(self._node_dir, number)) for number in numbers)
+        return {number: head for number, head in found if head is not None}
+
+    def _is_awaited(self, generation: int) -> bool:
+        """Return whether other nodes may still send what a generation's chain lacks."""
         if self._awaited[0] != generation:
             self._awaited = (generation, time.monotonic() + GATHER_TIMEOUT_S)
-        # A new machine's files of former generations arrive after the first line of this one.
-        is_partial = bool(chain.gaps) or not chain.has_origin
-        if is_partial and not is_last and time.monotonic() < self._awaited[1]:
-            return False
-        for number, known, begin in chain.gaps if self._names_gaps else ():
-            first = min(known.step + 1, begin.step)
-            self._emit("curves-lost", first=first, last=begin.step, of_generation=number)
-            logger.warning("%s.", description.describe_gap(first, begin.step))
+        return time.monotonic() < self._awaited[1]
+
+    def _name_gaps(self, chain: journal.Chain, heads: Mapping[int, journal.GenerationRecords]) -> None:
+        """Report the steps whose values no node has, each once while rank 0 is on this node."""
+        for source, first, last in journal.list_missing_steps(chain, heads):
+            if (first, last) not in self._named_gaps:
+                self._named_gaps.add((first, last))
+                self._emit("curves-lost", first=first, last=last, of_generation=source)
+                logger.warning("%s.", description.describe_gap(first, last))
+
+    def _load(self, chain: journal.Chain) -> dict[int, journal.GenerationRecords]:
+        """Take over the points of a chain, whose newest generation is written from now on."""
         found = ((number, journal.read_records(self._node_dir, number)) for number in chain.generations)
         records = {number: each for number, each in found if each is not None}
-        self.generation, self._offset = generation, 0
+        self.generation, self._offset = chain.generations[0], 0
         self._points = journal.collect_points(chain, records)
-        self._closed = records[generation].closed.step
+        self._closed = records[self.generation].closed.step
+        return records
+
+    def _begin_target(self, chain: journal.Chain, records: Mapping[int, journal.GenerationRecords]) -> None:
+        """Let the tracker go on after what earlier writers have recorded, or from where the job went back."""
         since = journal.list_since_way_back(chain, records)
         written = journal.read_written(self._node_dir, since)
         go_back_to = records[since[-1]].begin.step if records[since[-1]].goes_back else None
         recorded = journal.read_written(self._node_dir, journal.list_generations(self._node_dir))
-        if go_back_to is None and not is_partial and self.target.text not in recorded:
+        if go_back_to is None and chain.is_complete and self.target.text not in recorded:
             go_back_to = -1  # an earlier job had the same run id; its step 0 goes too
         step = written.get(self.target.text)
         self.target.begin(-1 if step is None else step, go_back_to if step is None else None)
-        return True
 
     def _read_more(self) -> None:
         path = journal.record_path(self._node_dir, self.generation)
@@ -377,7 +407,8 @@ class _Target:
         self._go_back_to: int | None = None
         self._retry_at, self._pause_s = 0.0, 0.0
         self._failing_since = math.inf
-        self._is_named = False
+        self.problem = ""
+        """Why it is not written, once that is named; empty if it is written."""
         self._busy_since = math.inf  # while a call of the library runs
 
     def name_if_silent(self) -> None:
@@ -446,8 +477,8 @@ class _Target:
             self._busy_since = math.inf
         if act != self._open:  # which does nothing if it is open
             self._pause_s, self._failing_since = 0.0, math.inf
-            if self._is_named:
-                self._is_named = False
+            if self.problem:
+                self.problem = ""
                 self._emit("curves-recovered", tracker=self.text)
                 logger.info("%s is written again.", self.text)
         return True
@@ -465,10 +496,10 @@ class _Target:
 
     def _name(self, reason: str) -> None:
         """Report once that it is not written."""
-        if self._is_named:
+        if self.problem:
             return
-        self._is_named = True
-        self._emit("curves-failed", tracker=self.text, error=reason[:500])
+        self.problem = reason[:MAX_REASON_CHARS] or "no reason"
+        self._emit("curves-failed", tracker=self.text, error=self.problem)
         text = "%s is not written, and is tried again: %.500s The values wait in the node's directory."
         logger.warning(text, self.text, reason if reason.endswith(".") else f"{reason}.")
 

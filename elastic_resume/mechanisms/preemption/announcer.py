@@ -17,7 +17,13 @@ from collections.abc import Mapping
 from elastic_resume import constants, grace
 from elastic_resume.background import BackgroundThread
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, decode_body, encode_body
-from elastic_resume.mechanisms.preemption.judge import NOTICES, NoticeReport, NoticeVerdict, find_patience
+from elastic_resume.mechanisms.preemption.judge import (
+    NOTICES,
+    NoticeReport,
+    NoticeVerdict,
+    find_held_limit_s,
+    find_patience,
+)
 from elastic_resume.mechanisms.preemption.notice_page import MAX_TEXT_BYTES, NoticePage
 from elastic_resume.mechanisms.preemption.sources import PreemptionNotice, quote_briefly
 from elastic_resume.mechanisms.preemption.watcher import NoticeWatcher
@@ -38,7 +44,7 @@ class Announcer(AgentPart):
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
-        self._page = NoticePage.create(context.local_world_size)
+        self._page = NoticePage.create(context.local_world_size, find_held_limit_s(context.node_timeout_s))
         os.environ[constants.ENV_NOTICE_PAGE] = self._page.path
         self._watcher = NoticeWatcher(context, self._on_notice)
         self._lock = threading.Lock()

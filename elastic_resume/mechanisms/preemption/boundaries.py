@@ -8,13 +8,12 @@ import time
 from typing import Any
 
 from elastic_resume import constants, grace
+from elastic_resume.errors import ElasticResumeError
 from elastic_resume.mechanisms.mechanism import StepObserver, WorkerContext
 from elastic_resume.mechanisms.preemption.judge import Action, decide_at_boundary, is_end_due
 from elastic_resume.mechanisms.preemption.notice import Preemption
 from elastic_resume.mechanisms.preemption.notice_page import NoticePage
 
-MAX_HELD_S = 60.0
-"""A leader makes a notice void earlier, and a lost leader ends the lease."""
 STEP_WEIGHT = 0.2
 """Of the newest step in the mean."""
 
@@ -64,7 +63,13 @@ class BoundaryObserver(StepObserver):
             self._look(now)
 
     def is_held(self) -> bool:
-        """Return whether this rank waits for the agreed boundary."""
+        """Return whether this rank waits for the agreed boundary.
+
+        Raises:
+            ElasticResumeError: it has waited so long that something is wrong. If it went on, it would have
+                another value than ranks that know the boundary.
+
+        """
         if self._held_since is None:
             return False
         self._look(time.monotonic())
@@ -76,7 +81,8 @@ class BoundaryObserver(StepObserver):
         )
         if action is Action.WAIT:
             self._held_since = self._held_since or now
-            self._is_over = now >= self._held_since + MAX_HELD_S
+            if now >= self._held_since + self._page.held_limit_s:
+                raise _explain_wait(now - self._held_since)
         elif action is Action.DROP:
             self._is_over = True
         elif action is Action.TAKE:
@@ -110,3 +116,13 @@ class BoundaryObserver(StepObserver):
     def close(self) -> None:
         """Unmap the page."""
         self._page.close()
+
+
+def _explain_wait(waited_s: float) -> ElasticResumeError:
+    error = ElasticResumeError(
+        f"this rank has waited {waited_s:.0f} s for the step at which all ranks get a preemption notice, and "
+        "its agent has neither passed it on nor withdrawn it; all ranks restart, so that none goes on "
+        "without a notice that others have. Look at this node's agent and its machine if it happens again."
+    )
+    error.is_deterministic = False
+    return error

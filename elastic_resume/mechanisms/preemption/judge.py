@@ -14,7 +14,8 @@ a patience, and the agent reads the counts after it has stored one. So ranks wai
 never for ranks that may be in a collective.
 
 Without all bounds in time the leader makes the notice void: no rank gets it. A view has one notice, the
-first. With the view all of this ends, and the ranks of the next one have no notice.
+first. With the view all of this ends, and the ranks of the next one have no notice. A rank that waits in vain
+for boundary or void fails, which ends the view.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ VOID_NODE_TIMEOUTS = 2
 PATIENCE_NODE_TIMEOUTS = 0.4
 """Two verdicts wait for a heartbeat each, a tenth of a node timeout; the rest is for slow machines."""
 MAX_PATIENCE = 100_000
+HELD_NODE_TIMEOUTS, MIN_HELD_S = 3, 60.0
+"""A rank waits so long at most: a leader makes a notice void earlier, and a lost leader ends the lease."""
 END_RESERVE_S = 1.0
 """What a worker needs to keep its state, apart from the time of a step."""
 MAX_UNANNOUNCED_S = 5.0
@@ -114,6 +117,11 @@ NOTICES = Topic("notices", NoticeJudge, is_urgent=True)
 def find_patience(node_timeout_s: float, step_s: float) -> int:
     """Return for how many steps a rank goes on while the agents agree, so that it seldom waits."""
     return int(min(MAX_PATIENCE, 1 + PATIENCE_NODE_TIMEOUTS * node_timeout_s / max(step_s, 1e-6)))
+
+
+def find_held_limit_s(node_timeout_s: float) -> int:
+    """Return how long a rank waits for the agreed boundary until it fails."""
+    return int(max(MIN_HELD_S, HELD_NODE_TIMEOUTS * node_timeout_s))
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Words of the page, each with one writing process::
 
-    0  of the agent: generation, is_used, patience, boundary, is_void (`judge.AgentWords`)
+    0  of the agent: generation, is_used, patience, boundary, is_void (`judge.AgentWords`), held_limit_s
     8  of each local rank: generation, count of its step boundaries, is_used, step_us (a mean)
 
 The agent stores the generation before its workers start, and the notice's text before its boundary. A rank
@@ -19,6 +19,7 @@ from elastic_resume.mechanisms.preemption.judge import AgentWords
 from elastic_resume.shared_page import COUNTS, SharedPage, barrier
 
 _GENERATION, _IS_USED, _PATIENCE, _BOUNDARY, _IS_VOID = range(5)
+_HELD_LIMIT_S = 5
 _RANKS_START, _RANK_WORDS = 8, 4
 _RANK_GENERATION, _COUNT, _RANK_USES, _STEP_US = range(4)
 MAX_TEXT_BYTES = 4096
@@ -44,11 +45,13 @@ class NoticePage:
         self.path = linux.name_descriptor(descriptor)
 
     @classmethod
-    def create(cls, local_ranks: int) -> NoticePage:
-        """Create an agent's page."""
+    def create(cls, local_ranks: int, held_limit_s: int) -> NoticePage:
+        """Create an agent's page, whose ranks wait ``held_limit_s`` for an agreed boundary at most."""
         descriptor = linux.create_anonymous_file("elastic_resume-notices")
         os.ftruncate(descriptor, (_RANKS_START + _RANK_WORDS * local_ranks) * 8 + MAX_TEXT_BYTES)
-        return cls(descriptor)
+        page = cls(descriptor)
+        page._words[_HELD_LIMIT_S] = held_limit_s
+        return page
 
     @classmethod
     def open(cls, path: str) -> NoticePage:
@@ -124,6 +127,11 @@ class NoticePage:
     def read_agent(self) -> AgentWords:
         """Read what the agent has stored."""
         return AgentWords(*(self._words[word] for word in range(5)))
+
+    @property
+    def held_limit_s(self) -> int:
+        """How long a rank waits for the agreed boundary."""
+        return int(self._words[_HELD_LIMIT_S])
 
     def read_text(self) -> bytes:
         """Read the text of the notice whose boundary is known."""

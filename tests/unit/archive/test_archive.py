@@ -596,5 +596,5 @@ def test_run_id_must_be_a_name(tmp_path: Path, run_id: str) -> None:
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that installs it."""
     monkeypatch.setitem(__import__("sys").modules, "elastic_resume.archive.obstore_store", None)
-    with pytest.raises(ConfigError, match=r"pip install 'elastic-resume\[remote\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[remote\]' in the clone"):
         open_archive("s3://bucket", RUN)

@@ -137,7 +137,7 @@ def test_missing_nvidia_ml_py_is_named(
     monkeypatch.setattr(doctor, "NVIDIA_DRIVER_FILE", tmp_path if has_driver else tmp_path / "none")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     found = {finding.name: finding.source for finding in doctor.check_installation()}
-    assert ("pip install 'elastic-resume[nvidia]'" in found.get("nvidia-ml-py", "")) == is_named
+    assert ("pip install '.[nvidia]'" in found.get("nvidia-ml-py", "")) == is_named
 
 
 def test_torch_is_probed_in_another_process() -> None:

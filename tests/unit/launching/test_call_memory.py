@@ -96,7 +96,7 @@ def test_argument_that_cannot_be_sent_is_named(argument: object) -> None:
 def test_missing_cloudpickle_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function in a function has no name by which it can be imported."""
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(UsageError, match=r"pip install 'elastic-resume\[notebook\]'"):
+    with pytest.raises(UsageError, match=r"pip install '\.\[notebook\]' in the clone"):
         call_memory.encode_call(lambda: None, ())
 
 

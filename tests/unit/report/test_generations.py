@@ -285,6 +285,22 @@ def test_live_status_counts_steps_that_the_resume_did_not_find() -> None:
     assert track(events).incidents()[0].recomputed_steps == 6
 
 
+@pytest.mark.parametrize("node", ["n0", "n1"])
+def test_live_status_of_each_node_counts_no_steps_of_a_proof(node: str) -> None:
+    """As the report: a resume at step 6 whose proof computes up to step 10 again has lost nothing."""
+    job = Job()
+    job.begin(90, 0, "n0", "n1", kind="cold")
+    job.steps(99, 10)
+    job.exit(100.0, 1, signal="SIGKILL")
+    job.restore(100.5, 101.0, 6, "n0", "n1", recomputed_steps=0, proves_step=10)
+    for event in job.events:
+        if event["event"] == "worker-start" and event["generation"] == 2:
+            event["kept_step"] = 10
+    job.steps(102.0, 7)
+    assert build(job.events).recomputed_steps == 0
+    assert track([event for event in job.events if event["node"] == node]).totals().recomputed_steps == 0
+
+
 # ---- clocks --------------------------------------------------------------------------------------------
 
 

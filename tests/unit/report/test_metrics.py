@@ -142,7 +142,7 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
             setting_values.parse_listen_address("--metrics", text)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     metrics.check_installed(None)
-    with pytest.raises(ConfigError, match=r"pip install 'elastic-resume\[metrics\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[metrics\]' in the clone"):
         metrics.check_installed(("127.0.0.1", 9400))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,14 @@ def list_checks(found: list[Event]) -> list[Any]:
     """Return step, node and result of each check."""
     checks = [event for event in found if event["event"] == "compute-check"]
     return sorted((event["step"], event["node"], event["is_equal"]) for event in checks)
+
+
+def test_worker_imports_the_fault_only_where_it_is_asked_for() -> None:
+    """It is for tests; the fork server imports the same."""
+    words = "import sys; from elastic_resume.training import resume, run; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert "elastic_resume.training.ddp" in done.stdout.split()
+    assert "elastic_resume.training.wrong_gradients" not in done.stdout.split()
 
 
 @pytest.mark.slow

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import pickle
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from elastic_resume.mechanisms.compute_check.computation import compute
+from elastic_resume.mechanisms.compute_check.device import find_obstacle
 from elastic_resume.mechanisms.compute_check.recorder import CallRecorder
 from elastic_resume.mechanisms.compute_check.request import NotCheckable, Request
 from elastic_resume.training.wrong_gradients import flip_gradients
@@ -61,6 +65,54 @@ class Library(Plain):
         """Return the loss."""
         assert mask is None
         return {"out": Output(super().forward(batch["x"][0]).square().mean() * scale)}
+
+
+class Augmenter:
+    """A helper of the script that is no module."""
+
+    def __init__(self) -> None:
+        self.numbers, self.calls = random.Random(4), 0
+        self.sums, self.names = torch.zeros(2), {"a"}
+
+    def draw(self) -> float:
+        """Draw a number, and change all of it."""
+        self.calls += 1
+        self.sums += 1
+        self.names.add(str(self.calls))
+        return self.numbers.random()
+
+
+class Keeper(nn.Module):
+    """It keeps generators, containers, objects and a parameter where no part of torch looks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.augmenter = nn.Linear(4, 4), nn.Linear(4, 2), Augmenter()
+        self.numbers, self.old_numbers = np.random.default_rng(3), np.random.RandomState(5)
+        self.plain, self.generators = random.Random(6), {"a": [torch.Generator().manual_seed(7)]}
+        self.history, self.counts, self.newest = list[float](), {"calls": 0}, deque[int](maxlen=2)
+        self.bins, self.caches = np.zeros(3), (torch.zeros(2), [torch.zeros(1)])
+        self.hidden = {"bias": [self.last.bias]}
+        hidden: Any = self.last.bias
+        closed: Any = np.random.default_rng(8)
+        self.draw: Callable[[], float] = lambda: closed.random() * self.old_numbers.rand()
+        self.bound, self.part = closed.normal, functools.partial(hidden.mul, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Draw from all, and change all."""
+        noise = self.numbers.random() + self.plain.random() + self.augmenter.draw() + self.draw()
+        noise += self.bound() + float(torch.rand(1, generator=self.generators["a"][0]))
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            x = x + noise * torch.rand(4)
+        self.history.append(noise)
+        self.newest.append(len(self.history))
+        self.counts["calls"] += 1
+        self.counts[f"call {len(self.history)}"] = 1
+        self.bins[len(self.history) % 3] += 1
+        self.caches[0].add_(1)
+        self.caches[1][0] += 1
+        return self.last(self.first(x)) + self.hidden["bias"][0] + self.part()  # type: ignore[no-any-return]
 
 
 class Checkpointed(Plain):
@@ -115,6 +167,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "library": (Library, lambda ddp: ddp(batch={"x": [X, "text"], 3: (1, True)}, scale=0.5, mask=None)),
     "checkpointed": (lambda: Checkpointed(False), lambda ddp: ddp(X)),
     "reentrant": (lambda: Checkpointed(True), lambda ddp: ddp(X.clone().requires_grad_())),
+    "keeper": (Keeper, lambda ddp: ddp(X)),
     "recurrent": (Recurrent, lambda ddp: ddp(X)),
     "tied": (Tied, lambda ddp: ddp(X)),
     "normed": (normed, lambda ddp: ddp(X)),
@@ -135,11 +188,29 @@ def list_trace(module: nn.Module) -> list[Any]:
         for value in vars(part).values():
             if isinstance(value, torch.Generator):
                 found.append(value.get_state())
+            elif isinstance(part, Keeper) and not isinstance(value, nn.Parameter):
+                found.append(describe(value))
             elif isinstance(value, Tensor):
                 found += [id(value), value.detach().clone()]
             elif isinstance(value, int):
                 found.append(value)
     return found
+
+
+def describe(value: Any) -> str:
+    """Return the values of all that a `Keeper` has in an attribute."""
+    if isinstance(value, (dict, Augmenter)):
+        own = value if isinstance(value, dict) else vars(value)
+        return " ".join(f"{key}={describe(each)}" for key, each in own.items())
+    if isinstance(value, (list, tuple, deque)):
+        return f"{id(value)} " + " ".join(map(describe, value))
+    if isinstance(value, (torch.Generator, random.Random, np.random.RandomState)):
+        return str(value.get_state() if not isinstance(value, random.Random) else value.getstate())
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if callable(value) and getattr(value, "__closure__", None):
+        return " ".join(describe(cell.cell_contents) for cell in value.__closure__)
+    return str(sorted(value) if isinstance(value, set) else value)
 
 
 def is_equal(one: Any, other: Any) -> bool:
@@ -283,6 +354,26 @@ def test_batch_that_cannot_be_described_is_refused(batch: Any, reason: str) -> N
         recorded = recorder.take()
         assert recorded is not None
         recorded[0].to_bytes()
+
+
+@pytest.mark.parametrize("make", [lambda: iter([1, 2]), itertools.count, lambda: {"a": (n for n in "ab")}])
+def test_part_with_an_iterator_is_refused_before_a_check(make: Callable[[], Any]) -> None:
+    """The item that a check takes would be lost."""
+    ddp = DistributedDataParallel(Plain())
+    find_obstacle(ddp)
+    ddp.module.batches = make()
+    with pytest.raises(NotCheckable, match="a part of it keeps the iterator"):
+        find_obstacle(ddp)
+
+
+def test_parameter_of_a_closure_gets_no_gradient_and_trains_on() -> None:
+    """DDP's hooks of it neither run in a check nor are lost."""
+    ddp, request, tensors, _ = record("keeper")
+    ddp.zero_grad()
+    compute(ddp.module, request, tensors, is_strict=True)
+    assert all(parameter.grad is None for parameter in ddp.parameters())
+    ddp(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in ddp.parameters())
 
 
 def test_forward_pass_with_a_collective_is_refused() -> None:

@@ -36,9 +36,18 @@ NAMED = {
         (
             NAMED,
             (
-                "rank 1 on n1 (GPU-5f) computes wrong gradients at step 9, for the second time: layer.weight "
-                "differs from the majority's (all ranks agreed at step 6); its machine is at fault, and what "
-                "the job has learned since is in doubt"
+                "rank 1 on n1 (GPU-5f) computes other gradients than the majority at step 9, for the second "
+                "time, from the same parameters and batch: layer.weight differs (all ranks agreed at step "
+                "6); its machine most likely computes wrongly, and what the job has learned since is in doubt"
+            ),
+        ),
+        (
+            NAMED | {"gpu": "", "times": 1, "agreed_step": 0},
+            (
+                "rank 1 on n1 computes other gradients than the majority at step 9, from the same parameters "
+                "and batch: layer.weight differs (no check of this generation agreed before); its machine "
+                "computes wrongly, or the model computes something else on this rank, and what the job has "
+                "learned since is in doubt"
             ),
         ),
         (

@@ -36,7 +36,7 @@ def test_wrong_setting_names_the_forms(text: str, message: str) -> None:
 def test_missing_library_names_the_extra(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is noticed before the job starts."""
     monkeypatch.setattr(importlib.util, "find_spec", {}.get)
-    with pytest.raises(ConfigError, match=rf"--log-metrics {kind} needs {kind}, .*elastic-resume\[{kind}\]"):
+    with pytest.raises(ConfigError, match=rf"--log-metrics {kind} needs {kind}, .*'\.\[{kind}\]'"):
         parse_exporter("--log-metrics", f"{kind}:there")
 
 

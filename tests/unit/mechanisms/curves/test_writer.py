@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from elastic_resume.errors import ConfigError, MachineError
-from elastic_resume.mechanisms.curves import journal, writer
+from elastic_resume.mechanisms.curves import description, journal, writer
 from elastic_resume.mechanisms.curves.exporter import Exporter, Point
 from elastic_resume.mechanisms.curves.journal import Moment
 from elastic_resume.mechanisms.curves.writer import CurveWriter, Tracker, parse_trackers
@@ -40,6 +40,10 @@ class Memory(Exporter):
         """Write."""
         self.act("write")
         self.steps += [point.step for point in points]
+
+    def has(self, step: int) -> bool:
+        """Return whether a step was written."""
+        return step in self.steps
 
     def flush(self) -> int:
         """Flush."""
@@ -102,7 +106,9 @@ def test_tracker_that_does_not_answer_holds_up_no_other(
     wait_for(lambda: len(answering.steps) >= 4, "the steps in the other tracker")
     entered.wait(60)
     for _ in range(2):
-        job.part.update(cast("Any", None))
+        status = job.part.update(cast("Any", None))
+    assert status is not None
+    assert description.STATUS.describe(status).startswith("t0 cannot be written: it has not answered for 0 s")
     assert job.kinds() == ["curves-failed"]
     assert job.events[0][1]["tracker"] == "t0"
     assert "has not answered" in job.events[0][1]["error"]
@@ -127,12 +133,14 @@ def test_file_that_the_former_writer_still_holds_is_no_failure(
     tracker = Memory(refuse)
     job = Job(tmp_path / "n0", tracker)
     wait_for(lambda: tracker.steps, "the first steps")
+    assert job.part.update(cast("Any", None)) is None
     job.finish()
     assert (tracker.steps, job.kinds()) == ([1, 2, 3, 4, 5], [])
     monkeypatch.setattr(writer, "HANDOVER_S", 0.0)
     refusals = iter([True, True])
     job = Job(tmp_path / "n1", tracker := Memory(refuse))
     wait_for(lambda: tracker.steps, "the first steps")
+    wait_for(lambda: job.part.update(cast("Any", None)) is None, "no failing tracker in the status")
     job.finish()
     assert job.kinds() == ["curves-failed", "curves-recovered"]
 
@@ -169,6 +177,27 @@ def test_restart_before_the_first_snapshot_keeps_what_is_written(tmp_path: Path)
     job.finish()
     assert tracker.steps == [1, 2, 3, 4, 5, 6, 7]
     assert tracker.went_back_to == [-1]
+
+
+def test_values_whose_nodes_are_gone_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No node knows where the job of the third generation came from, and the wait for one is over."""
+    monkeypatch.setattr(writer, "GATHER_TIMEOUT_S", 0.0)
+    tracker = Memory()
+    job = Job(tmp_path / "n0", tracker)
+    wait_for(lambda: 4 in tracker.steps, "the first steps")
+    for generation, begin in ((3, Moment(40, 1)), (4, Moment(41, 1))):
+        steps = range(begin.step + 1, generation + 42)
+        lines = [journal.format_line([step, 1, 2.0, {"loss": 1.0}]) for step in steps]
+        head = journal.format_begin(begin, generation - 1, goes_back=False)
+        journal.record_path(tmp_path / "n0", generation).write_bytes(head + b"".join(lines))
+        job.part.begin_generation(cast("Any", SimpleNamespace(generation=generation, rank=0)))
+        wait_for(partial(tracker.has, generation + 40), f"values of generation {generation}")
+        assert job.events == [("curves-lost", {"first": 1, "last": 40, "of_generation": 2})]
+    job.finish()
+    assert tracker.steps == [1, 2, 3, 4, *range(41, 46)]
+    assert "the nodes that had the values of steps 1 to 40 are gone" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,19 @@ from unittest.mock import Mock
 import pytest
 
 from elastic_resume import constants
+from elastic_resume.errors import ElasticResumeError
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.mechanisms.preemption import boundaries, notice_page
 from elastic_resume.mechanisms.preemption.announcer import CAUSE, Announcer
 from elastic_resume.mechanisms.preemption.boundaries import BoundaryObserver
-from elastic_resume.mechanisms.preemption.judge import NOTICES, NoticeReport, NoticeVerdict
+from elastic_resume.mechanisms.preemption.judge import (
+    MIN_HELD_S,
+    NOTICES,
+    VOID_NODE_TIMEOUTS,
+    NoticeReport,
+    NoticeVerdict,
+    find_held_limit_s,
+)
 from elastic_resume.mechanisms.preemption.notice import Preemption
 from elastic_resume.mechanisms.preemption.notice_page import NoticePage
 from elastic_resume.mechanisms.preemption.sources import PreemptionNotice
@@ -157,17 +165,24 @@ def test_void_notice_holds_no_rank_and_no_drain(node: Node) -> None:
     assert node.observers[0].may_end(time.monotonic())
 
 
-def test_rank_is_held_no_longer_than_its_limit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever has become of the agent."""
+def test_rank_that_waits_in_vain_fails_and_never_goes_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may have the notice, which this one's agent has not passed on."""
     node.send(NoticeVerdict("n1", "SIGTERM", 1))
     node.step(2)
     assert node.observers[0].is_held()
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + boundaries.MAX_HELD_S)
-    assert not node.observers[0].is_held()
-    node.send(NoticeVerdict("n1", "SIGTERM", 1, 5, 9.0))
-    node.step(5)
-    assert node.find()[0] is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + MIN_HELD_S - 1)
+    assert node.observers[0].is_held()
+    monkeypatch.setattr(time, "monotonic", lambda: now + MIN_HELD_S)
+    with pytest.raises(ElasticResumeError, match="has waited 60 s for the step at which all ranks") as caught:
+        node.observers[0].is_held()
+    assert not caught.value.is_deterministic, "so the job restarts"
+
+
+def test_wait_outlasts_the_time_until_a_notice_is_void() -> None:
+    """Also with a long node timeout."""
+    for node_timeout_s in (0.5, 3.0, 60.0, 3600.0):
+        assert find_held_limit_s(node_timeout_s) > VOID_NODE_TIMEOUTS * node_timeout_s
 
 
 def test_cloud_notice_drains_when_all_ranks_are_past_the_boundary(node: Node) -> None:
@@ -244,7 +259,7 @@ class RecordedWords:
 
 def test_barrier_is_between_the_store_and_the_load_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an agent and a rank may miss each other, and a rank pass the agreed boundary."""
-    page = NoticePage.create(1)
+    page = NoticePage.create(1, 60)
     with contextlib.closing(page):
         log: list[str] = []
         page._words = RecordedWords(page._words, log)
