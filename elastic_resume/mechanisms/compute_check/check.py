@@ -244,17 +244,19 @@ class ComputeCheck(StepObserver):
         """Log and emit a difference.
 
         Raises:
-            HardwareError: this rank computes wrongly, not for the first time.
+            HardwareError: this rank computes wrongly, not for the first time, and did not always. Else the
+                model may compute something else on this rank, and nodes would leave one after the other.
 
         """
         context, gpu = self._context, find_gpu_uuid(inputs[0].device)
+        earlier, has_agreed = self._read_earlier(gpu)
         rows = context.gather(
             {
                 "digests": [[digest[:8] for digest in each.values()] for each in self._own],
                 "inputs": _combine(map(digest_tensor, inputs)),
                 "node": context.node_dir.name,
                 "gpu": gpu,
-                "times": 1 + self._count_earlier(gpu),
+                "times": 1 + earlier,
             }
         )
         if comparison.outcome is Outcome.UNKNOWN:
@@ -276,7 +278,8 @@ class ComputeCheck(StepObserver):
                 has_other_inputs=row["inputs"] != right["inputs"],
             )
             self._log_and_emit(found, is_own=context.rank == rank, first_node=rows[0]["node"])
-            if context.rank == rank and found.times >= FAULT_TIMES and not found.has_other_inputs:
+            is_fault = found.times >= FAULT_TIMES and has_agreed and not found.has_other_inputs
+            if context.rank == rank and is_fault:
                 raise HardwareError(f"{describe_difference(found)}.")
 
     def _find_name(self, own: Sequence[Sequence[str]], right: Sequence[Sequence[str]]) -> str:
@@ -288,16 +291,21 @@ class ComputeCheck(StepObserver):
                     return name
         return ""
 
-    def _count_earlier(self, gpu: str) -> int:
-        """Count the times that this GPU, or this local rank without one, was named before in this run."""
+    def _read_earlier(self, gpu: str) -> tuple[int, bool]:
+        """Return how often this GPU, or this local rank without one, was named before in this run.
+
+        And return whether this node's ranks have ever computed the same as others.
+        """
         log = events.read(self._context.node_dir / constants.EVENTS_FILE)
         key, value = ("gpu", gpu) if gpu else ("local_rank", self._context.local_rank)
-        found: list[events.Event] = []
+        times, has_agreed = 0, self._agreed_step > 0
         with contextlib.suppress(OSError):  # a bad disk must not end a rank for which the others wait
-            found.extend(
-                event for event in log if event["event"] == DIFFERENCE_EVENT and event.get(key) == value
-            )
-        return sum(event.get("rank") is not None and not event.get("has_other_inputs") for event in found)
+            for event in log:
+                if event["event"] == DIFFERENCE_EVENT and event.get(key) == value:
+                    times += event.get("rank") is not None and not event.get("has_other_inputs")
+                elif event["event"] == CHECK_EVENT and event.get("is_equal") is True:
+                    has_agreed |= (events.get_count(event, "ranks") or 0) > 1
+        return times, has_agreed
 
     def _log_and_emit(self, found: GradientDifference, *, is_own: bool, first_node: str) -> None:
         """Log on the nodes of rank 0 (``first_node``) and of the rank, once on each; emit on the latter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -216,6 +217,24 @@ def test_rank_ends_when_it_is_odd_for_the_second_time(tmp_path: Path) -> None:
         job.train(ddp, steps=2)
     assert job.emitted[-1][0] == "gradients-differ"
     assert job.emitted[-1][1]["times"] == 2
+
+
+@pytest.mark.parametrize(("ranks", "ends"), [(None, False), (1, False), (2, True)])
+def test_rank_that_was_always_odd_stays(tmp_path: Path, ranks: int | None, *, ends: bool) -> None:
+    """The model may compute something else on it: under ``if rank == 0`` the next node would be odd."""
+    log = EventLog(tmp_path / "events.jsonl")
+    for step in range(3):
+        log.emit("gradients-differ", rank=0, local_rank=0, gpu="", step=step)
+    if ranks:
+        log.emit("compute-check", ranks=ranks, is_equal=True, step=1)
+    log.emit("compute-check", ranks=3, is_equal=False, step=2)
+    job = Job(tmp_path)
+    ddp = wrap(job)
+    right = answer_wrongly(1)
+    job.answer = lambda rank, value: right(1, value) if rank else value
+    with pytest.raises(HardwareError) if ends else contextlib.nullcontext():
+        job.train(ddp, steps=2)
+    assert job.emitted[0][1]["times"] == 4
 
 
 def test_rank_alone_compares_with_itself(tmp_path: Path) -> None:
