@@ -127,7 +127,7 @@ oldest newest: pyproject.toml constraints.txt
 # Files with tests marked soak, and files whose tests do more there.
 SOAK_TESTS := $(patsubst %,tests/docs/test_%.py,blocks examples ports) tests/system/disk/test_power_loss.py \
 	tests/system/kubernetes/test_pods.py tests/system/network tests/unit/mechanisms/curves/exporters tests/unit/rendezvous/test_worlds_model.py tests/unit/slots/test_interleavings.py $(patsubst %,tests/integration/test_%.py, \
-	accelerate archive archived_jobs chaos compile_cache curves demolition dir_lock end_to_end epochs every_fault failures forkserver going_back graceful_shutdown launch leaks lightning lost_nodes no_step_lost on_event own_loggers preemption proof pytest_plugin rehearsal report_browser run_command sharded state_kinds \
+	accelerate archive archived_jobs chaos compile_cache curves demolition dir_lock end_to_end epochs every_fault failures forkserver going_back graceful_shutdown launch leaks lightning lost_nodes no_step_lost on_event output own_loggers preemption proof pytest_plugin rehearsal report_browser run_command sharded state_kinds \
 	standby streams survivors testing_cleanup torchrun torn_copies transformers trl world_changes)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600

@@ -117,6 +117,7 @@ def test_job_goes_back_once_whatever_repeats_the_request(
     assert [text.count("step 5 is saved as milestone 'good'.") for text in outputs] == [1, *[0] * (NODES - 1)]
 
 
+@pytest.mark.soak
 def test_new_nodes_go_back_to_an_archived_milestone(
     make_job: Callable[..., Job], expected: set[str], tmp_path: Path
 ) -> None:

@@ -111,7 +111,7 @@ for epoch in run.epochs(1):
 """
 
 
-@pytest.mark.parametrize("quiet", ["0", "1"])
+@pytest.mark.parametrize("quiet", ["0", pytest.param("1", marks=pytest.mark.soak)])
 def test_long_commit_logs_its_progress(tmp_path: Path, quiet: str) -> None:
     """--quiet hides it."""
     (tmp_path / "train.py").write_text(SAVES)

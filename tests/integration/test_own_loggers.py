@@ -54,6 +54,7 @@ def _read_csv(path: Path) -> list[tuple[int, float]]:
     return [(int(step), float(loss)) for step, loss in rows]
 
 
+@pytest.mark.soak
 def test_each_logger_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is killed between the log and the end of a step, where recipes are most likely to fail."""
     env = {

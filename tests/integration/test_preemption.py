@@ -26,10 +26,7 @@ def send_sigterm(cluster: Cluster, index: int) -> None:
 
 
 STOPS = [send_sigterm, Cluster.give_notice]
-TESTED = {
-    ("step", send_sigterm),
-    ("sharded", Cluster.give_notice),
-}  # in `make test`; the others in `make soak`
+TESTED = {("step", send_sigterm)}  # in `make test`; the others in `make soak`
 CASES = [
     pytest.param(kind, stop, marks=() if (kind, stop) in TESTED else pytest.mark.soak)
     for kind in ("step", "epochs", "restartable", "sharded")

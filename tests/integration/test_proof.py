@@ -134,7 +134,8 @@ def test_error_in_the_steps_that_are_computed_again_is_no_failure(tmp_path: Path
     ("kind", "kills", "failpoints"),
     [
         ("right", "1:7:1,2:6:0", ""),  # within the replay
-        ("index", "1:7:1", "proof.judged=kill;rank=1;once=x"),  # on the way back
+        # On the way back.
+        pytest.param("index", "1:7:1", "proof.judged=kill;rank=1;once=x", marks=pytest.mark.soak),
     ],
 )
 def test_kill_during_a_proof_costs_no_step(

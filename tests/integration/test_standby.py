@@ -169,6 +169,7 @@ with er.resume(model=model, ckpt_dir="checkpoints", run_id="job", node_name="a")
 """
 
 
+@pytest.mark.soak
 def test_standby_whose_first_world_ends_in_the_restore_goes_on_in_the_next(tmp_path: Path) -> None:
     """It has begun no generation that it could leave."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RESTART_COUNT": "0"}

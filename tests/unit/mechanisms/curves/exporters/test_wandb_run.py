@@ -127,7 +127,7 @@ def test_going_back_rewinds_the_run(tmp_path: Path) -> None:
         exporter.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_dead_process_is_an_error_and_open_begins_a_new_one() -> None:
     """The caller opens the exporter again, and sends again what is missing."""
     exporter, _ = _open()
