@@ -64,6 +64,7 @@ __all__ = [
     "ElasticSampler",
     "GlobalBatches",
     "Position",
+    "Preemption",
     "RankValues",
     "ResumePlan",
     "Run",

@@ -19,6 +19,7 @@ def test_typed_script_uses_every_public_name() -> None:
     """It uses hooks, decorators, GlobalBatches, micro_batches, track and errors."""
     text = (SCRIPTS / "typed.py").read_text()
     names = {"__version__", *er.__all__}
+    assert names == {"__version__", "errors", *er._MODULE_BY_NAME}
     assert {name for name in names if f"er.{name}" not in text} == set()
     methods = {name for name in vars(er.Run) if not name.startswith("_")} - {"close"}
     used = set(re.findall(r"\brun\.(\w+)", text)) | {"plan", "position"}
