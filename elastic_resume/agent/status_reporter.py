@@ -43,6 +43,7 @@ MAX_SLOT_READS = 3
 RATE_WINDOW_S = 10.0  # steps per second are averaged over this time, within one generation
 MAX_LISTED_INCIDENTS = 10
 MAX_LISTED_MEMBERS = 256
+MAX_LOGGED_ERRORS = 8
 """Only the leader names the members of a larger view: all replies together are the square of that size."""
 MAX_OWN_LINES = 1000  # limit of this process's events between two updates; it writes a few each second
 MAX_READ_BYTES = 1 << 20  # limit of the event log that one update reads
@@ -216,7 +217,7 @@ class StatusReporter:
         self._event_tail = event_tail
         self._tracker = GenerationTracker(MAX_GENERATIONS, MAX_FAILURE_EVENTS)
         self._sample: tuple[float, NodeStatus] | None = None  # (time, status)
-        self._last_error = ""
+        self._logged_errors: set[str] = set()
         self._lock = threading.Lock()  # guards the tracker
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-resume-status", daemon=True)
@@ -266,11 +267,17 @@ class StatusReporter:
             self._endpoint_file.unlink(missing_ok=True)
 
     def _try_update(self) -> None:
-        try:
+        with self._log_defects():
             self._update()
-        except Exception as error:  # noqa: BLE001 - our own bug must not end the reports
-            if repr(error) != self._last_error:
-                self._last_error = repr(error)
+
+    @contextlib.contextmanager
+    def _log_defects(self) -> Iterator[None]:
+        """Log an error of our own, which must not end the reports, nor those of other mechanisms."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            if repr(error) not in self._logged_errors and len(self._logged_errors) < MAX_LOGGED_ERRORS:
+                self._logged_errors.add(repr(error))
                 logger.warning(
                     "status: internal error of elastic_resume: %.500r. Training is not affected.", error
                 )
@@ -282,14 +289,16 @@ class StatusReporter:
                 self._tracker.record_event(event)
         for event in events:
             self._sampler.record_event(event)
-        for part in self._parts:
+        members: list[tuple[str, str]] = []
+        for part, member in self._parts.items():
             for event in events:
-                part.observe(event)
-        values = [(member, part.update(self._client)) for part, member in self._parts.items()]
-        members = tuple(
-            (member.name, encode_body(value)) for member, value in values if member and value is not None
-        )
-        self._sample = (time.monotonic(), replace(self._sampler.sample(), mechanisms=members))
+                with self._log_defects():
+                    part.observe(event)
+            with self._log_defects():
+                value = part.update(self._client)
+                if member and value is not None:
+                    members.append((member.name, encode_body(value)))
+        self._sample = (time.monotonic(), replace(self._sampler.sample(), mechanisms=tuple(members)))
 
 
 def _write_private(path: Path, content: dict[str, object]) -> None:

@@ -51,6 +51,7 @@ _MAX_NAMED = 5
 MAX_NODES = 24
 MAX_INCIDENTS = 5
 MAX_SPARES = 24
+MAX_MEMBER_LINES = 24
 _INCIDENT_NAMES = {
     "exception": "exceptions",
     "exit": "workers with an exit code",
@@ -101,13 +102,17 @@ def _format_headline(status: Mapping[str, Any]) -> list[str]:
     if unanswered:
         lines.append(f"{format_count(unanswered, 'node')} did not answer")
     lines.append(f"step {status['step']}, {status['steps_per_s']:.3g} steps/s")
+    texts = []
     for node in status["nodes"]:
-        lines += wrap_text(node["proof"]) if node["proof"] else []
+        texts += [node["proof"]] if node["proof"] else []
         for member in STATUS_MEMBERS:
             if node[member.name]:
                 value = member.kind(**node[member.name])
-                lines += wrap_text(f"node {node['node']}: {member.describe(value)}")
-    return lines
+                texts.append(f"node {node['node']}: {member.describe(value)}")
+    for text in texts[:MAX_MEMBER_LINES]:
+        lines += wrap_text(text)
+    more = len(texts) - MAX_MEMBER_LINES
+    return [*lines, f"and {more} more of these: --json has all"] if more > 0 else lines
 
 
 def _format_spares(names: Sequence[str], preparing: Sequence[str]) -> list[str]:

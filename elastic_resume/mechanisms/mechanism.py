@@ -231,7 +231,7 @@ class AlertKind(NamedTuple):
     is_of_job: bool = False
     """All nodes emit it, and the job ends with the same sentence."""
     same_by: tuple[str, ...] = ()
-    """Fields by which events are of one problem; none: their descriptions, in which no step or id changes."""
+    """Fields by which events are of one problem; none: all fields but times, generation and process."""
 
 
 class ReportLine(NamedTuple):

@@ -43,8 +43,6 @@ NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
 """Kinds that say nothing about a worker: the node came or went, or two nodes cannot reach each other."""
 NOT_PROVED = "not-proved"
 """No failure: the workers' resume was not proved, or they failed meanwhile. They go back to a kept state."""
-
-"""Characters of each text: a failure travels to every node."""
 _SECONDARY_PATTERN = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote worker|remote process|"
     r"ncclremoteerror|gloo|nccl|dist(backend|network|store)error|sendbytes|recvvalue|socket ?timeout|"

@@ -37,7 +37,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What a judge has found: `body` for all nodes (empty: no verdict), and what it asks of the core."""
+    """What a judge has found: `body` for all nodes (empty: none, or none newer), and what it asks the core."""
 
     body: FactBody = FactBody("")
     job_failure: JobFailure | None = None
@@ -90,7 +90,7 @@ class Topic:
     choose: Callable[[FactBody, FactBody], FactBody] = lambda _, newest: newest
     """Which of two facts of one generation goes with the next heartbeat."""
     is_of_job: bool = False
-    """All nodes that follow send such facts, at once; others members send, with the next heartbeat.
+    """All nodes that follow send such facts, at once. Facts of a view come from its members, with heartbeats.
 
     A verdict about the job stays known until the next one with a body: the next leader may know less.
     """
@@ -191,7 +191,8 @@ class FactBoard:
         """Return what all judges find now."""
         self.is_due = False
         found = {name: judge.judge(now) for name, judge in self._judges.items()}
-        verdicts = {
+        verdicts = {name: fact for name, fact in self.verdicts.items() if not fact.generation}
+        verdicts |= {
             name: Fact(name, 0 if self._topics[name].is_of_job else self._generation, verdict.body)
             for name, verdict in found.items()
             if verdict.body

@@ -106,6 +106,8 @@ def _identify_problem(event: ParsedEvent) -> str:
         return ""
     if event.kind == "rendezvous":
         return repr(event.raw.get("reason"))
+    if same_by := _SAME_BY.get(event.kind):
+        return repr([event.raw.get(name) for name in same_by])
     return repr([(name, value) for name, value in event.raw.items() if name not in _VARYING_FIELDS])
 
 
@@ -231,6 +233,7 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
     },
 }
 _ENDED_BY = {alert.kind: alert.ended_by for alert in ALERTS}
+_SAME_BY = {alert.kind: alert.same_by for alert in ALERTS}
 _RENDEZVOUS_SEVERITIES = {
     "disk": BAD,
     "refused": BAD,

@@ -25,7 +25,7 @@ GENERATION_EVENT_KINDS = frozenset(
 )
 # A node that receives or reads an older state commits it, with the generation that has saved it.
 COMMIT_KINDS = frozenset({"commit", "commit-failed"})
-MAX_GENERATION = 1 << 23  # a snapshot id has no room for a greater one
+MAX_GENERATION = 1 << 23  # more than a snapshot id has room for: a damaged line
 _STARTS = frozenset({"generation-start", "worker-start"})
 _AGENT_KINDS = frozenset({"agent-start", "agent-end"})
 _WORKER_KINDS = frozenset({"failure", "worker-exit", "hang", "hang-ended", "rendezvous"})

@@ -94,8 +94,3 @@ def _group(results: Sequence[RankResult]) -> list[list[int]]:
     for rank, result in enumerate(results):
         groups.setdefault(result.device, []).append(rank)
     return list(groups.values())
-
-
-def find_first_difference(own: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return the name of the first digest that differs; empty if none does."""
-    return next((name for name, digest in own.items() if other.get(name) != digest), "")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,10 +16,19 @@ from elastic_resume.agent.status_reporter import (
     EventTail,
     StatusReporter,
 )
-from elastic_resume.events import EventLog
+from elastic_resume.events import Event, EventLog
+from elastic_resume.mechanisms.mechanism import AgentPart, StatusMember, encode_body
+from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.world import Incarnation, View
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
-from elastic_resume.report.agent_status import parse_reply
+from elastic_resume.report.agent_status import NodeStatus, parse_reply
+
+
+@dataclass(frozen=True)
+class Count:
+    """A member of the status."""
+
+    value: int
 
 
 def test_event_tail_returns_each_complete_line_once(tmp_path: Path) -> None:
@@ -59,6 +70,44 @@ def test_event_tail_returns_own_lines_when_disk_fails(tmp_path: Path) -> None:
         file.write(json.dumps(other) + "\n")
     assert [event.get("step") for event in tail.read()] == [7, 7]
     assert tail.read() == []
+
+
+def test_defect_of_a_mechanism_costs_the_others_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They get all events, and their members are in the status; each error is logged once."""
+
+    class Defective(AgentPart):
+        def observe(self, event: Event) -> None:
+            raise KeyError(event["event"])
+
+        def update(self, client: RendezvousClient) -> object:
+            raise ValueError(client)
+
+    class Counting(AgentPart):
+        count = 0
+
+        def observe(self, event: Event) -> None:
+            self.count += bool(event)
+
+        def update(self, client: RendezvousClient) -> object:
+            del client
+            return Count(self.count)
+
+    tail = EventTail(tmp_path / "events.jsonl")
+    sampler, client = Mock(), Mock()
+    sampler.sample.return_value = NodeStatus()
+    counted = StatusMember("counted", Count, str)
+    reporter = StatusReporter(tmp_path, sampler, {Defective(): None, Counting(): counted}, tail)
+    reporter._client = client
+    log = EventLog(tmp_path / "events.jsonl", on_line=tail.add_own_line, node="a")
+    for kind in ("one", "two", "two"):
+        log.emit(kind)
+    reporter._try_update()
+    reporter._try_update()
+    assert reporter._sample is not None
+    assert reporter._sample[1].mechanisms == (("counted", encode_body(Count(3))),)
+    assert caplog.text.count("status: internal error") == 3
 
 
 @pytest.mark.parametrize("is_leader", [True, False])

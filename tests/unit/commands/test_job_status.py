@@ -20,6 +20,7 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.commands import job_status
 from elastic_resume.commands.job_status import (
+    MAX_MEMBER_LINES,
     MAX_NODES,
     JobEndpoint,
     build_document,
@@ -142,6 +143,16 @@ def test_screen_of_many_nodes_shows_those_with_problems() -> None:
     assert len(lines) < MAX_NODES + 20
     assert any("n777" in line and "disk full" in line for line in lines)
     assert f"and {1000 - MAX_NODES} more" in lines
+
+
+def test_screen_of_many_nodes_has_few_lines_of_mechanisms() -> None:
+    """With --archive each node has one."""
+    document = make_document(100)
+    for node in document["nodes"]:
+        node["compute_check"] = {"step": 5, "is_equal": True, "wrong": 0}
+    lines = format_screen(document)
+    assert sum("compute check at step 5" in line for line in lines) == MAX_MEMBER_LINES
+    assert f"and {100 - MAX_MEMBER_LINES} more of these: --json has all" in lines
 
 
 # ---- finding agents ------------------------------------------------------------------------------------

@@ -135,7 +135,9 @@ def test_scope_names_members_in_rank_order(job: Scenario) -> None:
     assert judge.scope == Scope(1, ("a", "b"), "a", 3.0)
 
 
-def test_judge_of_the_job_is_made_with_its_first_fact_and_knows_the_running_view() -> None:
+def test_judge_of_the_job_is_made_with_its_first_fact_and_knows_the_running_view(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is imported then: a start pays for no topic that the job does not use."""
     made: list[Scope] = []
     views: list[tuple[int, tuple[str, ...]]] = []
@@ -159,6 +161,9 @@ def test_judge_of_the_job_is_made_with_its_first_fact_and_knows_the_running_view
     board.judge(1.0)
     board.end_view()
     assert board.verdicts == {"t": Fact("t", 0, FactBody("1"))}
+    monkeypatch.setattr(JobJudge, "judge", lambda *_: Judgment())
+    board.judge(2.0)
+    assert board.verdicts == {"t": Fact("t", 0, FactBody("1"))}, "followers keep it too"
     FactBoard(topics, {**board.verdicts, "unknown": Fact("unknown", 0, FactBody("x"))}, job_scope)
     assert made[1:] == [replace(job_scope, last_body=FactBody("1"))]
 

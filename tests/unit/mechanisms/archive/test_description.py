@@ -100,6 +100,19 @@ def test_report_says_what_is_archived_when_all_goes_well() -> None:
     assert line in text.splitlines()
 
 
+def test_failures_of_one_kind_are_one_alert() -> None:
+    """Their texts have steps and requests in them."""
+    job = Job().begun()
+    for at, error, kind in (
+        (111, "step 5: slow", "timeout"),
+        (112, "step 6: slow", "timeout"),
+        (113, "no", "denied"),
+    ):
+        job.add(at, "archive-failed", "n1", error=error, error_kind=kind)
+    alerts = summary.build_run_report(job.events).alerts
+    assert [alert.count for alert in alerts if alert.kind == "archive-failed"] == [2, 1]
+
+
 def test_failure_is_a_hint_until_uploads_work_again() -> None:
     """It stays in the list of what happened; an archived checkpoint is no problem, and so not in it."""
     job = Job().begun()
