@@ -37,7 +37,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What a judge has found: `body` for all nodes (empty: none, or none newer), and what it asks the core."""
+    """What a judge has found: `body` for all nodes (empty: no newer one), and what it asks of the core."""
 
     body: FactBody = FactBody("")
     job_failure: JobFailure | None = None
