@@ -28,8 +28,8 @@ MAX_PASSED_OVER = 2
 """States that are passed over for an older one whose values are known. Further back, recomputing costs more
 than the values are worth."""
 MAX_UNRECORDED_STEPS = 64
-"""A death loses the values of fewer steps. Where more are missing, recording has failed (a full disk, an agent
-that hangs), and the next older state with values may be a checkpoint of hours ago."""
+"""A death loses the values of fewer steps. Where more are missing, recording has failed (a full disk, a hung
+agent), and the next older state with values may be a checkpoint of hours ago."""
 SEND_TIMEOUT_S = 1.0
 
 
