@@ -80,6 +80,11 @@ def find_recorder(notes: Sequence[tuple[str, Any]]) -> str | None:
     return node if parse_note(encoded).endpoint is not None else None
 
 
+def has_recorder(notes: Sequence[tuple[str, Any]]) -> bool:
+    """Return whether any node's agent records."""
+    return any(parse_note(encoded).endpoint is not None for _, encoded in notes)
+
+
 def name_copier(notes: Sequence[tuple[str, Any]], node_dir: Path, recorder: str) -> Any:
     """Return what the agent of ``node_dir`` has to know: where to copy from, or that it is the source."""
     own = next((at for at, (node, _) in enumerate(notes) if node == node_dir.name), len(notes))

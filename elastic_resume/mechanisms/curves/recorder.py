@@ -33,6 +33,8 @@ def observe(context: WorkerContext) -> StepObserver:
     if context.local_rank == 0:
         notes.write_recomputed(context.node_dir, recomputed, context.plan)
     if first is None:
+        if context.rank == 0 and notes.has_recorder(context.notes):
+            _warn_of_no_recorder(context)
         return RecomputedSteps(recomputed)
     if context.local_rank == 0:
         _begin_file(context)
@@ -40,6 +42,13 @@ def observe(context: WorkerContext) -> StepObserver:
     if context.rank != 0:
         return RecomputedSteps(recomputed)
     return Recorder(context, recomputed)
+
+
+def _warn_of_no_recorder(context: WorkerContext) -> None:
+    """Say that other nodes would have recorded, and rank 0's does not."""
+    reason = f"node {context.node_dir.name}, which has rank 0, has no --log-metrics, and others have it"
+    logger.warning("values that run.log() gets are not recorded: %s. Give all nodes the same flags.", reason)
+    context.emit("curves-lost", error=reason)
 
 
 def _begin_file(context: WorkerContext) -> None:
