@@ -17,6 +17,7 @@ import io
 import random
 import sys
 import types
+import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -75,11 +76,11 @@ def _walk(module: nn.Module) -> Iterator[tuple[Any, int]]:
         for name, value in vars(part).items()
         if name not in _NOT_WALKED and not isinstance(value, Tensor)  # the request has those
     ]
-    own = set(module.modules())
+    own = set(map(id, module.modules()))
     seen: dict[int, Any] = {}  # which keeps them, so that no id is used again
     while pending:
         value, depth = pending.pop()
-        if id(value) in seen or isinstance(value, _PLAIN) or (isinstance(value, nn.Module) and value in own):
+        if id(value) in seen or id(value) in own or isinstance(value, (*_PLAIN, *weakref.ProxyTypes)):
             continue
         seen[id(value)] = value
         is_object = _is_object(value) and not isinstance(value, nn.Module)
