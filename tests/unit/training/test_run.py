@@ -928,8 +928,23 @@ def test_values_logged_after_the_training_belong_to_its_last_step(begin: Begin) 
                 break
         observer = StepObserver()
         observer.log = lambda values, *, of_last_step=False: calls.append("log")  # type: ignore[method-assign]  # noqa: ARG005, B023
-        observer.close_step = lambda: calls.append("close_step")  # type: ignore[method-assign]  # noqa: B023
+        observer.close_step = lambda position: calls.append("close_step")  # type: ignore[method-assign]  # noqa: ARG005, B023
         script.run._generation._observers = [observer]
         script.run.log(accuracy=0.9)
         script.run._release()
         assert calls == expected
+
+
+def test_save_at_an_epochs_end_records_the_moment_that_it_saves(begin: Begin) -> None:
+    """Else the values of that moment would count as missing, and a resume would pass over the checkpoint."""
+    script, closed = begin(), list[tuple[int, int]]()
+    observer = StepObserver()
+    observer.close_step = lambda position: closed.append((position.step, position.epoch))  # type: ignore[method-assign]
+    script.run._generation._observers = [observer]
+    for _ in script.run.epochs(1):
+        for _ in script.loader:
+            script.step()
+            if script.run.position.step == 2:
+                script.run.save()
+        script.run.save()
+        assert closed == [(2, 0), (4, 1)]

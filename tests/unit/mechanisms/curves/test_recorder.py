@@ -35,7 +35,7 @@ def test_values_of_the_last_step_are_written_at_once(tmp_path: Path) -> None:
         (Moment(1, 0), {"eval/loss": 3.0}),
     ]
     position = Position(1, 0, 2, 16)
-    observer.close_step()
+    observer.close_step(position)
     observer.close()
     found = journal.read_records(tmp_path, 1)
     assert found is not None
