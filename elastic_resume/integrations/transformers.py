@@ -202,7 +202,10 @@ class _RunLog(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Log it, with what callbacks before this one have added or removed (transformers' own do)."""
         del args, control
-        whole = {**state.log_history[-1], **(logs or {})} if state.log_history else dict(logs or {})
+        last = state.log_history[-1] if state.log_history else {}
+        if last.get("step") != state.global_step:  # somebody has called on_log past Trainer.log()
+            last = {}
+        whole = {**last, **(logs or {})}
         whole.pop("step", None)
         log_numbers(self._run, whole, state.global_step)
 

@@ -71,8 +71,11 @@ class StepObserver:
         What belongs to the last step is logged once more if the job goes on from that step.
         """
 
-    def close_step(self) -> None:
-        """Note that the script's work since the last step belongs to that one: an epoch ends, or it saves."""
+    def close_step(self, position: Position) -> None:
+        """Note that the script's work since the last step belongs to that one: an epoch ends, or it saves.
+
+        ``position`` is that of a state with this work; after an epoch's last step the next epoch's begin.
+        """
 
     def was_finished_before(self, step: int) -> bool:
         """Return whether ``step`` was finished before, in an earlier generation."""

@@ -119,6 +119,7 @@ class Generation:
         self.is_replicated = False  # by `Run.replicate`
         self._has_warned_of_metric = False
         self.unfinished_loop = ""  # the place in a loop that has not come to its end
+        self.is_training_over = False  # a loop has come to its end: what is logged now is of the last step
         stream = self._bind_data()
         # Another generation may follow, or a later cell of a notebook that calls resume again.
         with contextlib.ExitStack() as cleanup:
@@ -301,9 +302,9 @@ class Generation:
         """Return whether an earlier generation has finished a step."""
         return any(observer.was_finished_before(step) for observer in self._observers)
 
-    def _close_step(self) -> None:
+    def _close_step(self, position: Position) -> None:
         for observer in self._observers:
-            observer.close_step()
+            observer.close_step(position)
 
     def _record_step(self, position: Position) -> None:
         self.heartbeat.finish_step(position.step)
@@ -318,7 +319,7 @@ class Generation:
     def end_epoch(self) -> None:
         """Count the epoch; save if a save is due, as `finish_step` does."""
         self.progress.end_epoch()
-        self._close_step()
+        self._close_step(self.progress.position)
         self.receive_from_ranks()
         if self._save_if_due():
             self.drain_request.terminate_process()
@@ -341,12 +342,12 @@ class Generation:
 
     def save(self, milestone: Milestone | None = None) -> Path | None:
         """Commit the state now, as a milestone if one is given: see `Run.save`."""
-        self._close_step()
+        position, is_epoch_over = self.progress.position_to_resume_from()
+        self._close_step(position)
         if not (self.context.is_local_leader or self.snapshot_scheduler.is_sharded):
             return None
         if self.replay is not None:  # a newer state is saved, and this one may prove wrong
             return self.replay.find_checkpoint() if self.context.is_local_leader else None
-        position, is_epoch_over = self.progress.position_to_resume_from()
         if milestone is not None and milestone.metric is not None and not math.isfinite(milestone.metric):
             self._warn_of_metric(milestone, position.step)
             milestone = None
@@ -460,6 +461,8 @@ class Generation:
         else:
             worker_exit.report_caught_error()
             self.earlier_run_notice.log_and_record("the script has taken no step")
+            if self.is_training_over and not worker_exit.is_error_raised():
+                self._close_step(self.progress.position)
             if self.unfinished_loop and self.rank == 0 and not worker_exit.is_error_raised():
                 announce.warn_of_unfinished_loop(self.unfinished_loop)
         self._cleanup.close()

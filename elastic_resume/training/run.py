@@ -258,7 +258,7 @@ class Run:
             self._end_training()
 
     def _end_training(self) -> None:
-        self._generation.unfinished_loop = ""
+        self._generation.unfinished_loop, self._generation.is_training_over = "", True
         self._save_final_state()
         self._generation.emit_progress("run-end")
 

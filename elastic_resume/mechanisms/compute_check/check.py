@@ -152,8 +152,8 @@ class ComputeCheck(StepObserver):
                 if (call := recorder.take()) is not None:
                     calls[index] = (dataclasses.replace(call[0], seed=self._step), call[1])
                     sizes[index] = len(calls[index][0].to_bytes())
-        except NotCheckable as reason:
-            problem = str(reason)
+        except Exception as error:  # noqa: BLE001 - of the script's objects; the other ranks wait
+            problem = _describe_error(error)
         rows = self._gather_unless(problem, sizes)
         if any(len(row) != len(sizes) for row in rows):
             raise NotCheckable("ranks have different numbers of DDP modules")

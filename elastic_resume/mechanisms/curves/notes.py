@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ MAX_COPIES = 8
 MAX_PASSED_OVER = 2
 """States that are passed over for an older one whose values are known. Further back, recomputing costs more
 than the values are worth."""
+MAX_UNRECORDED_STEPS = 64
+"""A death loses the values of fewer steps. Where more are missing, recording has failed (a full disk, a hung
+agent), and the next older state with values may be a checkpoint of hours ago."""
 SEND_TIMEOUT_S = 1.0
 
 
@@ -75,6 +78,11 @@ def find_recorder(notes: Sequence[tuple[str, Any]]) -> str | None:
         return None
     node, encoded = notes[0]
     return node if parse_note(encoded).endpoint is not None else None
+
+
+def has_recorder(notes: Sequence[tuple[str, Any]]) -> bool:
+    """Return whether any node's agent records."""
+    return any(parse_note(encoded).endpoint is not None for _, encoded in notes)
 
 
 def name_copier(notes: Sequence[tuple[str, Any]], node_dir: Path, recorder: str) -> Any:
@@ -128,6 +136,8 @@ def pass_over_unrecorded(inventories: Sequence[Inventory], notes: Sequence[Any])
 
     states = {state.moment: state for each in inventories for state in each.saved_states}
     newest = sorted(states, reverse=True)[: MAX_PASSED_OVER + 1]
+    if newest and _count_unrecorded(states[newest[0]], closed) > MAX_UNRECORDED_STEPS:
+        return list(inventories)
     recorded = next((moment for moment in newest if is_recorded(states[moment])), None)
     if recorded is None:
         return list(inventories)
@@ -135,6 +145,11 @@ def pass_over_unrecorded(inventories: Sequence[Inventory], notes: Sequence[Any])
         replace(each, saved_states=tuple(s for s in each.saved_states if s.moment <= recorded))
         for each in inventories
     ]
+
+
+def _count_unrecorded(state: SavedState, closed: Mapping[int, Moment]) -> int:
+    known = closed.get(state.generation)
+    return 0 if known is None else state.step - known.step
 
 
 # ---- between a worker and its agent --------------------------------------------------------------------

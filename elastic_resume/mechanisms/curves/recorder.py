@@ -13,11 +13,14 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_resume.errors import UsageError
 from elastic_resume.mechanisms.curves import journal, notes
 from elastic_resume.mechanisms.mechanism import StepObserver, WorkerContext
+
+if TYPE_CHECKING:
+    from elastic_resume.checkpoint.manifest import Position
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,8 @@ def observe(context: WorkerContext) -> StepObserver:
     if context.local_rank == 0:
         notes.write_recomputed(context.node_dir, recomputed, context.plan)
     if first is None:
+        if context.rank == 0 and notes.has_recorder(context.notes):
+            _warn_of_no_recorder(context)
         return RecomputedSteps(recomputed)
     if context.local_rank == 0:
         _begin_file(context)
@@ -40,6 +45,13 @@ def observe(context: WorkerContext) -> StepObserver:
     if context.rank != 0:
         return RecomputedSteps(recomputed)
     return Recorder(context, recomputed)
+
+
+def _warn_of_no_recorder(context: WorkerContext) -> None:
+    """Say that other nodes would have recorded, and rank 0's does not."""
+    reason = f"node {context.node_dir.name}, which has rank 0, has no --log-metrics, and others have it"
+    logger.warning("values that run.log() gets are not recorded: %s. Give all nodes the same flags.", reason)
+    context.emit("curves-lost", error=reason)
 
 
 def _begin_file(context: WorkerContext) -> None:
@@ -105,9 +117,9 @@ class Recorder(RecomputedSteps):
         """Write the line of a step."""
         self._write(step, self._take_values())
 
-    def close_step(self) -> None:
+    def close_step(self, position: Position) -> None:
         """Write what was logged after the last step: it belongs to that one."""
-        self._write(self._read_position().step, self._take_values())
+        self._write(position.step, self._take_values(), position.epoch)
 
     def close(self) -> None:
         """Write no more. What was logged in an unfinished step is dropped, and computed again."""
@@ -128,10 +140,11 @@ class Recorder(RecomputedSteps):
         values, self._values = self._values, {}
         return values
 
-    def _write(self, step: int, values: dict[str, float]) -> None:
+    def _write(self, step: int, values: dict[str, float], epoch: int | None = None) -> None:
         if self._descriptor < 0:
             return
-        line = journal.format_line([step, self._read_position().epoch, round(time.time(), 3), values])
+        epoch = self._read_position().epoch if epoch is None else epoch
+        line = journal.format_line([step, epoch, round(time.time(), 3), values])
         try:
             if os.write(self._descriptor, line) != len(line):
                 raise OSError(0, "the disk is full")  # noqa: TRY301

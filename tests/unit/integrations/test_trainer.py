@@ -505,3 +505,21 @@ def test_each_rank_gets_its_own_numbers_and_all_what_they_share(log: pytest.LogC
     assert first[3] == states[0]["values"]
     assert [found[0] for found in run_ranks(3, load)] == [1.5, 4.5, 1.5]
     assert "the number of ranks has changed from 2 to 3" in log.text
+
+
+def test_values_of_another_step_are_not_logged_again() -> None:
+    """A callback or an own log() may call on_log without an entry in the history, whose newest is older."""
+    from elastic_resume.integrations.transformers import _RunLog  # noqa: PLC0415 - takes seconds
+
+    logged: list[tuple[dict[str, float], bool]] = []
+    progress = SimpleNamespace(position=SimpleNamespace(step=4))
+    generation = SimpleNamespace(
+        progress=progress, log=lambda values, of_last_step: logged.append((values, of_last_step))
+    )
+    run: Any = SimpleNamespace(_generation=generation)
+    state = SimpleNamespace(log_history=[{"loss": 1.0, "step": 2}], global_step=4)
+    callback = _RunLog(run)
+    callback.on_log(None, state, None, logs={"own": 3.0})
+    state.log_history.append({"loss": 0.5, "step": 4})
+    callback.on_log(None, state, None, logs={})
+    assert logged == [({"own": 3.0}, True), ({"loss": 0.5}, True)]

@@ -30,6 +30,7 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
+from elastic_resume.mechanisms.mechanism import StepObserver
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import state_dict
@@ -913,3 +914,37 @@ def test_one_restartable_function_per_process(begin: Begin) -> None:
 
     with pytest.raises(UsageError, match="whose body does not run within its call"):
         run.restartable(yield_steps)
+
+
+def test_values_logged_after_the_training_belong_to_its_last_step(begin: Begin) -> None:
+    """Without ``run.close()`` too; what a script that leaves its loop has logged belongs to no step."""
+    for is_left, expected in ((True, ["log"]), (False, ["log", "close_step"])):
+        script = begin(resume="never")
+        calls: list[str] = []
+        for _ in script.run.epochs(1):
+            for _ in script.loader:
+                script.step()
+            if is_left:
+                break
+        observer = StepObserver()
+        observer.log = lambda values, *, of_last_step=False: calls.append("log")  # type: ignore[method-assign]  # noqa: ARG005, B023
+        observer.close_step = lambda position: calls.append("close_step")  # type: ignore[method-assign]  # noqa: ARG005, B023
+        script.run._generation._observers = [observer]
+        script.run.log(accuracy=0.9)
+        script.run._release()
+        assert calls == expected
+
+
+def test_save_at_an_epochs_end_records_the_moment_that_it_saves(begin: Begin) -> None:
+    """Else the values of that moment would count as missing, and a resume would pass over the checkpoint."""
+    script, closed = begin(), list[tuple[int, int]]()
+    observer = StepObserver()
+    observer.close_step = lambda position: closed.append((position.step, position.epoch))  # type: ignore[method-assign]
+    script.run._generation._observers = [observer]
+    for _ in script.run.epochs(1):
+        for _ in script.loader:
+            script.step()
+            if script.run.position.step == 2:
+                script.run.save()
+        script.run.save()
+        assert closed == [(2, 0), (4, 1)]

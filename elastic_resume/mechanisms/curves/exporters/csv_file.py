@@ -30,6 +30,8 @@ RESERVED = ("step", "time", "run")
 """The columns before the values. A value with one of these names is written with `_` after it."""
 _TAIL_BYTES = 1 << 16
 _COPY_BYTES = 1 << 20
+_MAX_HEAD_BYTES = 1 << 28
+"""Of the line with the columns; another file's first line may have no end."""
 _ERRNOS_NO_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -140,7 +142,7 @@ class _LineFile(Exporter):
     def _read_first_line(self) -> bytes:
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             file.seek(0)
-            return file.readline(_COPY_BYTES).rstrip(b"\n")
+            return file.readline(_MAX_HEAD_BYTES).rstrip(b"\n")
 
     def _read(self, start: int, end: int) -> bytes:
         with translate_os_errors("read", self._path):

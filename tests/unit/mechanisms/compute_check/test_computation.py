@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import itertools
 import pickle
 import random
-from collections import deque
+import weakref
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -356,7 +358,15 @@ def test_batch_that_cannot_be_described_is_refused(batch: Any, reason: str) -> N
         recorded[0].to_bytes()
 
 
-@pytest.mark.parametrize("make", [lambda: iter([1, 2]), itertools.count, lambda: {"a": (n for n in "ab")}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter([1, 2]),
+        itertools.count,
+        lambda: {"a": (n for n in "ab")},
+        lambda: argparse.Namespace(batches=iter([1, 2])),
+    ],
+)
 def test_part_with_an_iterator_is_refused_before_a_check(make: Callable[[], Any]) -> None:
     """The item that a check takes would be lost."""
     ddp = DistributedDataParallel(Plain())
@@ -364,6 +374,72 @@ def test_part_with_an_iterator_is_refused_before_a_check(make: Callable[[], Any]
     ddp.module.batches = make()
     with pytest.raises(NotCheckable, match="a part of it keeps the iterator"):
         find_obstacle(ddp)
+
+
+@dataclass(slots=True)
+class Slotted:
+    """It has no dict of attributes."""
+
+    calls: int = 0
+
+
+class Teaching(Plain):
+    """It keeps modules that are no parts of it, and objects that keep no attributes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))]
+        object.__setattr__(self, "other", Plain())
+        self.owner = weakref.proxy(self)  # as Lightning's modules have their trainer
+        self.slotted, self.settings = Slotted(), argparse.Namespace(calls=0)
+        self.data, self.stats = UserDict({"calls": 0}), [torch.zeros(4), torch.ones(4)]
+        calls = 0
+
+        def count() -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Change all of it."""
+        self.slotted.calls += 1
+        self.settings.calls += 1
+        self.data["calls"] += 1
+        self.count()
+        x = nn.functional.batch_norm(self.teachers[0](x), self.stats[0], self.stats[1], training=True)
+        other: Any = self.other
+        return super().forward(x) + other(x).sum()  # type: ignore[no-any-return]
+
+    def read(self) -> list[Any]:
+        """Return all that a check may change."""
+        other: Any = self.other
+        hidden = [*self.teachers[0].parameters(), *other.parameters()]
+        tensors = [*hidden, *self.teachers[0].buffers(), *other.buffers(), *self.stats]
+        counts = (self.slotted.calls, self.settings.calls, self.data["calls"], other.calls)
+        closure: Any = self.count.__closure__
+        grads = [each.grad for each in hidden]
+        return [counts, closure[0].cell_contents, [each.tolist() for each in tensors], grads]
+
+
+def test_modules_that_are_no_parts_and_objects_without_a_dict_are_restored() -> None:
+    """A mean teacher's averages, its gradients, and counters that no part of torch knows."""
+    module = Teaching()
+    ddp = DistributedDataParallel(module)
+    recorder = CallRecorder(ddp, int)
+    recorder.attach()
+    ddp(X)
+    recorder.detach()
+    recorded = recorder.take()
+    assert recorded is not None
+    find_obstacle(ddp)
+    before = module.read()
+    digests = [compute(module, *recorded, is_strict=True) for _ in range(2)]
+    assert digests[0] == digests[1]
+    assert module.read() == before
+    ddp(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.teachers[0].parameters())
 
 
 def test_parameter_of_a_closure_gets_no_gradient_and_trains_on() -> None:

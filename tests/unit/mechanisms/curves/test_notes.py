@@ -33,6 +33,8 @@ CASES: dict[str, tuple[list[SavedState], list[Any], tuple[int, int, int]]] = {
     "begin of the next": ([state(2, 9), state(1, 9)], [note((1, 9, 0), (2, 8, 0))], (1, 9, 0)),
     "before the epoch's end": ([state(1, 9, 1), state(1, 9)], [note((1, 9, 0))], (1, 9, 0)),
     "after the epoch's end": ([state(1, 9, 1), state(1, 9)], [note((1, 9, 1))], (1, 9, 1)),
+    "no recording": ([state(1, 287), state(1, 286), state(1, 150)], [note((1, 159, 0))], (1, 287, 0)),
+    "a checkpoint long before": ([state(1, 287), state(1, 150)], [note((1, 286, 0))], (1, 150, 0)),
     "malformed": ([state(1, 9)], [{"x": 1}], (1, 9, 0)),
 }
 

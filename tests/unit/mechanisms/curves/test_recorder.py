@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_values_of_the_last_step_are_written_at_once(tmp_path: Path) -> None:
         (Moment(1, 0), {"eval/loss": 3.0}),
     ]
     position = Position(1, 0, 2, 16)
-    observer.close_step()
+    observer.close_step(position)
     observer.close()
     found = journal.read_records(tmp_path, 1)
     assert found is not None
@@ -56,3 +57,15 @@ def test_values_of_the_last_step_are_checked(tmp_path: Path) -> None:
     observer.close()
     observer.log({"loss": 1.0}, of_last_step=True)  # a closed one writes no more
     assert journal.record_path(tmp_path, 1).stat().st_size == size
+
+
+def test_node_of_rank_0_without_the_flag_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Else the curve would end in silence when rank 0 moves there; without any recorder nothing is said."""
+    events: list[dict[str, Any]] = []
+    for others, expected in (((("n1", None),), 0), ((("n1", NOTES[0][1]),), 1)):
+        notes = (("n0", None), *others)
+        context = make_worker_context(tmp_path, notes=notes, emit=lambda _, **fields: events.append(fields))
+        recorder.observe(context)
+        assert len(events) == expected
+    assert "has no --log-metrics, and others have it" in events[0]["error"]
+    assert "not recorded" in caplog.text

@@ -269,3 +269,19 @@ def test_close_may_be_called_again(tmp_path: Path) -> None:
     exporter.close()
     exporter.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_file_with_very_many_columns_is_opened_again(tmp_path: Path) -> None:
+    """Their line has more than a MiB: a part of it must not become a row."""
+    path = tmp_path / "values.csv"
+    exporter = _open(f"csv:{path}")
+    for step in range(1, 8):
+        exporter.write([Point(step, 1.0, {f"{'k' * 180}/{step}/{key}": 0.5 for key in range(900)})])
+    exporter.close()
+    assert len(path.read_bytes().partition(b"\n")[0]) > 1 << 20
+    exporter = _open(f"csv:{path}")
+    exporter.write([Point(8, 1.0, {"loss": 0.25})])
+    exporter.close()
+    found = _read_csv(path)
+    assert [len(values) for values in found.values()] == [*[900] * 7, 1]
+    assert found[8] == {"loss": 0.25}
