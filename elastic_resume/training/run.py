@@ -102,6 +102,7 @@ class Run:
             lambda: announce.log_unused_settings(arguments.built_settings, self.rank)
         )
         self._notice_hooks: list[Callable[[Preemption], object]] = []  # for the next notice
+        self._is_in_hook = False  # one of these
         self._asks_for_notices = False
         self._script_state: ScriptState | None = None
         self._has_restored = False  # or has tried to: the objects may hold a part of a state
@@ -277,12 +278,17 @@ class Run:
         Call it on all ranks. The checkpoint remembers it, so the same command trains no further step.
 
         Raises:
-            UsageError: an exception is being handled within a step.
+            UsageError: an exception is being handled within a step, or a hook of `on_preemption` runs.
 
         """
         self._script_hooks.run()
         if self._is_stopped:
             return
+        if self._is_in_hook:
+            raise UsageError(
+                "run.stop() was called in a hook of run.on_preemption, after which the loop would go on. "
+                "Stop in the loop: `if run.preemption: run.stop(); break`."
+            )
         if self._step_counter is not None and self._step_counter.is_broken:
             raise UsageError("run.stop() was called while an exception was being handled, within a step.")
         generation = self._generation
@@ -360,8 +366,10 @@ class Run:
         self._generation.await_observers()
         if self._notice_hooks and (notice := self._generation.find_notice()) is not None:
             hooks, self._notice_hooks = self._notice_hooks, []
+            self._is_in_hook = True
             for hook in hooks:
                 hook(notice)
+            self._is_in_hook = False
         failpoints.hit("between-steps", self._generation.progress.position.step)
 
     @uninterrupted
@@ -382,9 +390,14 @@ class Run:
             more: the same, as keywords.
 
         Raises:
-            UsageError: a value is no number; on rank 0, with ``--log-metrics``.
+            UsageError: ``values`` is no dict; or on rank 0, with ``--log-metrics``, a value is no number.
 
         """
+        if values is not None and not isinstance(values, Mapping):
+            raise UsageError(
+                f"run.log() takes numbers by name, not a {type(values).__name__}: run.log(loss=loss) or "
+                'run.log({"train/loss": loss}).'
+            )
         self._generation.log({**values, **more} if values else more)
 
     @property
@@ -646,7 +659,7 @@ class Run:
         )
         self._tensor_pool = None
         self._script_hooks.begin_generation()
-        self._notice_hooks = []
+        self._notice_hooks, self._is_in_hook = [], False
         if self._asks_for_notices:
             self._generation.ask_for_notices()
         atexit.register(self._release)

@@ -24,7 +24,7 @@ _OPTION = Option(
     parse_switch,
     "false",
     has_flag=True,
-    details="and keep it beside their checkpoints. It is code, the one thing received that is run: "
+    details="kept beside their checkpoints too. It is code, the one thing received that is run: "
     "set a secret, and trust who can write there. Use the same on all nodes",
     is_for_workers=True,
 )

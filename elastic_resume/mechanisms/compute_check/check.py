@@ -161,9 +161,9 @@ class ComputeCheck(StepObserver):
             self._has_warned = True
             if self._context.rank == 0:
                 logger.warning(
-                    "no forward pass of a model in run.ddp() was seen in step %d, so it is not checked: a "
-                    "sharded model is not, nor is torch.compile around DDP. Write "
-                    "run.ddp(torch.compile(model)).",
+                    "no forward pass of a model in DDP was seen in step %d, so it is not checked: a sharded "
+                    "model is not, nor is torch.compile around DDP. Compile the model before run.ddp() or "
+                    "DistributedDataParallel wraps it.",
                     self._step,
                 )
         is_equal = True

@@ -30,11 +30,11 @@ CURVES = Mechanism(
         Option(
             "log-metrics",
             "TRACKER,...",
-            "write what run.log() gets to these trackers",
+            "such as csv:FILE: where run.log() writes",
             lazily("curves.writer", "parse_trackers"),
             has_flag=True,
             details="csv:FILE, jsonl:FILE, tensorboard:DIR, wandb, wandb:PROJECT, mlflow, mlflow:URI; each "
-            "step once, whatever dies",
+            "step once, whatever dies; what libraries log too. Use the same on all nodes",
             default_help="off",
         ),
     ),

@@ -35,7 +35,10 @@ def _describe_lost(event: Event) -> str:
 def describe_gap(first: object, last: object) -> str:
     """Say which steps have no values."""
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return f"the nodes that had the values of {steps} are gone: trackers that had not got them lack them"
+    return (
+        f"no living node has the values of {steps}: they were not recorded, or the nodes that had them are "
+        "gone. Trackers that had not got them lack them"
+    )
 
 
 def _describe_failed(event: Event) -> str:

@@ -293,10 +293,11 @@ class Session:
         self.flush()
         if left := sum(step > self.target.durable for step in self._points) if is_finished else 0:
             logger.warning(
-                "%s lacks the values of %s after step %d. They wait in %s: the same command writes them.",
+                "%s lacks the values of %s after step %d%s. They wait in %s: the same command writes them.",
                 self.target.text,
                 format_count(left, "step"),
                 max(0, self.target.durable),
+                f": {self.target.last_error.rstrip('.')}" if self.target.last_error else "",
                 self._node_dir / journal.DIRECTORY,
             )
         self.target.close()
@@ -409,6 +410,7 @@ class _Target:
         self._failing_since = math.inf
         self.problem = ""
         """Why it is not written, once that is named; empty if it is written."""
+        self.last_error = ""
         self._busy_since = math.inf  # while a call of the library runs
 
     def name_if_silent(self) -> None:
@@ -477,6 +479,7 @@ class _Target:
             self._busy_since = math.inf
         if act != self._open:  # which does nothing if it is open
             self._pause_s, self._failing_since = 0.0, math.inf
+            self.last_error = ""
             if self.problem:
                 self.problem = ""
                 self._emit("curves-recovered", tracker=self.text)
@@ -488,9 +491,10 @@ class _Target:
         self.close()
         now = time.monotonic()
         self._failing_since = min(self._failing_since, now)
+        is_own = isinstance(error, ElasticResumeError)
+        self.last_error = (str(error) if is_own else f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS]
         if isinstance(error, ConfigError) or now >= self._failing_since + HANDOVER_S:
-            is_own = isinstance(error, ElasticResumeError)
-            self._name(str(error) if is_own else f"{type(error).__name__}: {error}")
+            self._name(self.last_error)
         self._pause_s = min(2 * self._pause_s or RETRY_S, MAX_RETRY_S)
         self._retry_at = now + self._pause_s
 
@@ -498,7 +502,7 @@ class _Target:
         """Report once that it is not written."""
         if self.problem:
             return
-        self.problem = reason[:MAX_REASON_CHARS] or "no reason"
+        self.problem = reason or "no reason"
         self._emit("curves-failed", tracker=self.text, error=self.problem)
         text = "%s is not written, and is tried again: %.500s The values wait in the node's directory."
         logger.warning(text, self.text, reason if reason.endswith(".") else f"{reason}.")

@@ -948,3 +948,28 @@ def test_save_at_an_epochs_end_records_the_moment_that_it_saves(begin: Begin) ->
                 script.run.save()
         script.run.save()
         assert closed == [(2, 0), (4, 1)]
+
+
+def test_hook_of_a_notice_does_not_end_the_training(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop would go on after it, and the same command would never train again."""
+    script = begin()
+
+    @script.run.on_preemption
+    def stop(notice: er.Preemption) -> None:
+        assert notice.node == "n"
+        script.run.stop()
+
+    found = er.Preemption("a test", "n", 25.0)
+    monkeypatch.setattr(script.run._generation, "find_notice", lambda: found)
+    with pytest.raises(UsageError, match=r"in a hook of run\.on_preemption"):
+        script.step()
+    again = begin()
+    again.step()
+    assert again.run.position.step == 1 + again.run.plan.step
+
+
+@pytest.mark.parametrize("values", [[1.0], "loss"])
+def test_log_takes_numbers_by_name(begin: Begin, values: Any) -> None:
+    """The error says how, also where nothing is recorded."""
+    with pytest.raises(UsageError, match=r"takes numbers by name, not a (list|str): run\.log\(loss=loss\)"):
+        begin().run.log(values)

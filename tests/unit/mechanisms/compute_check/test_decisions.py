@@ -134,7 +134,7 @@ def test_step_without_a_model_is_named_once(tmp_path: Path, caplog: pytest.LogCa
     job = Job(tmp_path)
     ddp = wrap(job)
     assert job.train(steps=4) == []
-    assert caplog.text.count("no forward pass of a model in run.ddp() was seen in step 2") == 1
+    assert caplog.text.count("no forward pass of a model in DDP was seen in step 2") == 1
     assert job.train(ddp, steps=2) == [(6, "compute-check")]
 
 

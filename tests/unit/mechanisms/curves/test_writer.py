@@ -159,7 +159,7 @@ def test_tracker_that_refuses_for_good_is_named_at_once_and_at_the_end(
     job.finish()
     first, last = caplog.messages
     assert first.startswith("t0 is not written, and is tried again: t0 is a file of another job. The values")
-    assert "t0 lacks the values of 5 steps after step 0" in last
+    assert "t0 lacks the values of 5 steps after step 0: t0 is a file of another job. They wait in" in last
     assert "the same command writes them" in last
 
 
@@ -197,7 +197,7 @@ def test_values_whose_nodes_are_gone_are_named_once(
         assert job.events == [("curves-lost", {"first": 1, "last": 40, "of_generation": 2})]
     job.finish()
     assert tracker.steps == [1, 2, 3, 4, *range(41, 46)]
-    assert "the nodes that had the values of steps 1 to 40 are gone" in caplog.text
+    assert "no living node has the values of steps 1 to 40" in caplog.text
 
 
 @pytest.mark.parametrize(
