@@ -28,6 +28,7 @@ from elastic_resume.events import Event, age_s, get_count, get_seconds, parse_li
 from elastic_resume.mechanisms.mechanism import AgentPart, StatusMember, encode_body
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.world import View
+from elastic_resume.rendezvous.facts import FactBody
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, encode_reply
 from elastic_resume.report.generations import MAX_FAILURE_EVENTS, MAX_GENERATIONS, GenerationTracker
@@ -289,7 +290,7 @@ class StatusReporter:
                 self._tracker.record_event(event)
         for event in events:
             self._sampler.record_event(event)
-        members: list[tuple[str, str]] = []
+        members: list[tuple[str, FactBody]] = []
         for part, member in self._parts.items():
             for event in events:
                 with self._log_defects():
