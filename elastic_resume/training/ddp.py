@@ -34,10 +34,15 @@ def wrap(model: nn.Module, *, is_tracked: bool, **arguments: Any) -> Distributed
     if len(devices) == 1 and next(iter(devices)).type == "cuda":
         chosen["device_ids"] = [next(iter(devices)).index]
     wrapped = DistributedDataParallel(model, **{**chosen, **arguments})
-    reference = weakref.ref(wrapped)  # the registration outlives the generation
+    register_faults(wrapped)
+    return wrapped
+
+
+def register_faults(wrapper: DistributedDataParallel) -> None:
+    """Let tests inject the faults of a wrapper, whoever has made it."""
+    reference = weakref.ref(wrapper)  # the registration outlives the generation
     failpoints.register_action("skip-collective", lambda: failpoints.skip_next_reduction(reference()))
     failpoints.register_action("wrong-gradients", lambda: _flip_gradients(reference()))
-    return wrapped
 
 
 def _flip_gradients(wrapped: DistributedDataParallel | None) -> None:

@@ -42,7 +42,7 @@ from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.built_settings import BuiltSettings
 from elastic_resume.state.parameters import FrozenParameters, ParameterOrder
-from elastic_resume.training import announce, ddp_check, worker_exit
+from elastic_resume.training import announce, ddp, ddp_check, worker_exit
 from elastic_resume.training.first_steps import FirstSteps
 from elastic_resume.training.heartbeat import RankHeartbeat, count_collectives
 from elastic_resume.training.progress import RunOptions, StepLimit, TrainingProgress
@@ -264,6 +264,7 @@ class Generation:
     def watch(self, name: str, model: nn.Module, wrapper: DistributedDataParallel) -> None:
         """Give a tracked model's ``wrapper`` the recorded bucket order, and let mechanisms observe it."""
         self.bucket_order.prepare(name, model, wrapper)
+        ddp.register_faults(wrapper)
         for observer in self._observers:
             observer.watch(wrapper)
 

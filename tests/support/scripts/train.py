@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
@@ -47,6 +48,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--raise-at", default="", help="GENERATION:STEP:RANK")
     parser.add_argument("--damage-at", default="", help="GENERATION:STEP:RANK: one weight becomes another")
     parser.add_argument("--notices", type=Path, help="each rank records here what `run.preemption` is")
+    parser.add_argument(
+        "--own-ddp", action="store_true", help="make DistributedDataParallel here, before er.resume"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", help="make the process group here, with this backend")
     return parser.parse_args()
@@ -78,8 +82,9 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
     batches = er.GlobalBatches(SAMPLES, GLOBAL_BATCH, seed=3)
     loader = DataLoader(make_dataset(), batch_sampler=batches, num_workers=args.loaders)
-    run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
-    ddp = run.ddp(model)
+    ddp: nn.Module | None = DistributedDataParallel(model) if args.own_ddp else None
+    run = er.resume(model=ddp or model, optimizer=optimizer, scheduler=scheduler, data=batches)
+    ddp = ddp or run.ddp(model)
     args.step_log.mkdir(parents=True, exist_ok=True)
     step_log = open(args.step_log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
     for epoch in run.epochs(args.epochs):
