@@ -25,7 +25,7 @@ TEXTS = [README, *PAGES, *DEPLOY]
 # Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, Accelerate, torch 2.14, our
 # benchmarks and example scripts.
 FOREIGN = {
-    "--busy-core",
+    "--busy-core", "--model",
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
     "--cpus-per-task", "--dry-run", "--epochs", "--export", "--filename", "--follow", "--from-literal",
     "--full", "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
