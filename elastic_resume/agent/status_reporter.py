@@ -44,8 +44,9 @@ MAX_SLOT_READS = 3
 RATE_WINDOW_S = 10.0  # steps per second are averaged over this time, within one generation
 MAX_LISTED_INCIDENTS = 10
 MAX_LISTED_MEMBERS = 256
-MAX_LOGGED_ERRORS = 8
 """Only the leader names the members of a larger view: all replies together are the square of that size."""
+MAX_LOGGED_ERRORS = 8
+"""Different ones."""
 MAX_OWN_LINES = 1000  # limit of this process's events between two updates; it writes a few each second
 MAX_READ_BYTES = 1 << 20  # limit of the event log that one update reads
 

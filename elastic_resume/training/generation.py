@@ -118,8 +118,7 @@ class Generation:
         self.drain_request = worker_exit.DrainRequest()  # before the restore, which may take long
         self.is_replicated = False  # by `Run.replicate`
         self._has_warned_of_metric = False
-        self.unfinished_loop = ""  # the place in a loop that has not come to its end
-        self.is_training_over = False  # a loop has come to its end: what is logged now is of the last step
+        self.unfinished_loop: str | None = None  # the place in the loop; empty after its end, None before it
         stream = self._bind_data()
         # Another generation may follow, or a later cell of a notebook that calls resume again.
         with contextlib.ExitStack() as cleanup:
@@ -462,7 +461,7 @@ class Generation:
         else:
             worker_exit.report_caught_error()
             self.earlier_run_notice.log_and_record("the script has taken no step")
-            if self.is_training_over and not worker_exit.is_error_raised():
+            if self.unfinished_loop == "" and not worker_exit.is_error_raised():
                 self._close_step(self.progress.position)
             if self.unfinished_loop and self.rank == 0 and not worker_exit.is_error_raised():
                 announce.warn_of_unfinished_loop(self.unfinished_loop)

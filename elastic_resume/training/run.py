@@ -259,7 +259,7 @@ class Run:
             self._end_training()
 
     def _end_training(self) -> None:
-        self._generation.unfinished_loop, self._generation.is_training_over = "", True
+        self._generation.unfinished_loop = ""
         self._save_final_state()
         self._generation.emit_progress("run-end")
 
@@ -367,9 +367,11 @@ class Run:
         if self._notice_hooks and (notice := self._generation.find_notice()) is not None:
             hooks, self._notice_hooks = self._notice_hooks, []
             self._is_in_hook = True
-            for hook in hooks:
-                hook(notice)
-            self._is_in_hook = False
+            try:
+                for hook in hooks:
+                    hook(notice)
+            finally:
+                self._is_in_hook = False
         failpoints.hit("between-steps", self._generation.progress.position.step)
 
     @uninterrupted
@@ -659,7 +661,7 @@ class Run:
         )
         self._tensor_pool = None
         self._script_hooks.begin_generation()
-        self._notice_hooks, self._is_in_hook = [], False
+        self._notice_hooks = []
         if self._asks_for_notices:
             self._generation.ask_for_notices()
         atexit.register(self._release)
