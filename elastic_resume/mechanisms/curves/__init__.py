@@ -30,7 +30,7 @@ CURVES = Mechanism(
         Option(
             "log-metrics",
             "TRACKER,...",
-            "such as csv:FILE: where run.log() writes",
+            "where run.log() writes, such as csv:FILE",
             lazily("curves.writer", "parse_trackers"),
             has_flag=True,
             details="csv:FILE, jsonl:FILE, tensorboard:DIR, wandb, wandb:PROJECT, mlflow, mlflow:URI; each "
