@@ -15,7 +15,6 @@ How workers ended is read from memory (`FailureEvents`), so a full or failing di
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import time
@@ -25,7 +24,6 @@ from dataclasses import replace
 from elastic_resume import events
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
 from elastic_resume.agent.restart_log import RestartLog
-from elastic_resume.agent.status_reporter import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
 from elastic_resume.mechanisms.mechanism import AgentPart
@@ -75,7 +73,6 @@ class RestartController:
         self._view: StartWorkers | None = None  # the newest with this node
         self._end: EndJob | None = None  # how the job ended on all nodes
         self._view_end: StopReason | None = None  # why other nodes ended it
-        self._log_offset = 0  # offset in the event log at which that generation begins
         self._last_verdict = FailureVerdict()  # about the last generation in which any node failed
 
     @property
@@ -188,7 +185,6 @@ class RestartController:
             self._judge_generation(former, view, membership_changed=membership_changed, was_spare=was_spare)
         # Nothing has asked before the first start, so that this node joins without waiting for a driver.
         self._carry_out(self._decide_own_exclusion())
-        self._log_offset = file_size(self._event_log.path)
         self._evidence.clear()
         self._memory_monitor.reset()
         self._event_log.emit(
@@ -363,19 +359,15 @@ class RestartController:
         return replace(result, failed=failed)
 
     def _read_steps(self) -> list[events.Event]:
-        """Return this generation's steps from the event log and the progress page.
+        """Return this generation's newest step of each rank, from the progress page.
 
-        The page has steps that a full disk kept out of the log.
+        The event log would have to be read whole, which takes seconds after a day, and misses what a full
+        disk has refused.
         """
-        logged: list[events.Event] = []
-        with contextlib.suppress(OSError):
-            found = events.read(self._event_log.path, self._log_offset)
-            # `extend` keeps what precedes an error.
-            logged.extend(event for event in found if event["event"] in {"step", "commit"})
         # In a container every agent has the same pid, but no agent of this node reuses a generation.
         records = read_own_records(self._event_log.path.parent, MAX_LOCAL_RANKS)
         own = (record for record in records if record.worker.assigned_generation == self.generation)
-        return [*logged, *({"event": "step", "step": record.step} for record in own)]
+        return [{"event": "step", "step": record.step} for record in own]
 
 
 def _list_nodes(view: StartWorkers) -> tuple[str, ...]:

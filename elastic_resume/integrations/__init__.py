@@ -6,17 +6,21 @@ written for (`require_versions`), or that lacks a method (`require_methods`) or 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume.errors import MachineError
+from elastic_resume.errors import MachineError, UsageError
 
 if TYPE_CHECKING:
     from elastic_resume.training.run import Run
+
+logger = logging.getLogger(__name__)
 
 # Arguments of DataLoader that are kept when a `GlobalBatches` makes its batches.
 LOADER_ARGUMENTS = (
@@ -80,12 +84,26 @@ def log_numbers(run: Run, values: Mapping[str, Any], step: int | None = None) ->
     """Log what a library logs, as `Run.log` does; leave out what is no number, such as texts and pictures.
 
     ``step`` is the library's number of the step. If the job has just finished that one, the values belong to
-    it; else to the step that is being computed.
+    it; else to the step that is being computed. What no tracker takes, such as a very long name, is left out
+    too, with a warning: the script has not chosen it.
     """
     found = {str(name): value for name, value in values.items() if _is_number(value)}
-    if found:
-        generation = run._generation  # noqa: SLF001  not for scripts
-        generation.log(found, of_last_step=step == generation.progress.position.step)
+    generation = run._generation  # noqa: SLF001  not for scripts
+    of_last_step = step == generation.progress.position.step
+    try:
+        if found:
+            generation.log(found, of_last_step=of_last_step)
+    except UsageError:
+        for name, value in found.items():
+            try:
+                generation.log({name: value}, of_last_step=of_last_step)
+            except UsageError as error:
+                _warn_of_dropped(str(error))
+
+
+@functools.cache
+def _warn_of_dropped(reason: str) -> None:
+    logger.warning("a value that a library logs is not recorded: %s", reason)
 
 
 def _is_number(value: Any) -> bool:

@@ -54,6 +54,15 @@ REPORT_LINES = tuple(mechanism.report_line for mechanism in MECHANISMS if mechan
 CHART_LOADERS = tuple(mechanism.load_charts for mechanism in MECHANISMS if mechanism.load_charts)
 STATUS_MEMBERS = tuple(mechanism.status for mechanism in MECHANISMS if mechanism.status)
 OPEN_EVIDENCE = next((mechanism.open_evidence for mechanism in MECHANISMS if mechanism.open_evidence), None)
+WORKER_MODULES = tuple(
+    dict.fromkeys(
+        part.args[0]
+        for mechanism in MECHANISMS
+        for part in (mechanism.make_observer, mechanism.make_note, mechanism.open_evidence)
+        if isinstance(part, functools.partial)  # of `lazily`
+    )
+)
+"""What each worker imports as it resumes. A fork server imports it before."""
 _OBSERVERS = tuple(mechanism for mechanism in MECHANISMS if mechanism.make_observer)
 _MEASURING = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_measuring)
 _NOTES = tuple(mechanism for mechanism in MECHANISMS if mechanism.make_note)

@@ -52,11 +52,12 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 
 from elastic_resume.agent.workers import children, run_main, script_imports, supervisor, worker_request
 from elastic_resume.constants import EXIT_NEEDS_GENERATION
+from elastic_resume.mechanisms.registry import WORKER_MODULES
 
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
 # 1.8 s.
 TORCH_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
-OWN_MODULES = ("elastic_resume.training.resume",)
+OWN_MODULES = ("elastic_resume.training.resume", *WORKER_MODULES)
 EXIT_MODULE = "elastic_resume.training.worker_exit"  # reports errors of a script before it calls er.resume
 # The interpreter, the dynamic loader, a library or torch reads these once, when the process starts.
 PROCESS_START_ENV_PREFIXES = (

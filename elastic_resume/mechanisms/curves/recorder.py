@@ -107,9 +107,9 @@ class Recorder(RecomputedSteps):
         for key, value in values.items():
             if key not in own:
                 _require_key(key)
+                if len(own) >= MAX_KEYS:
+                    raise UsageError(f"run.log: a step has more than {MAX_KEYS} keys; {key!r} is one more.")
             own[key] = value if type(value) is float else _to_number(key, value)
-        if len(own) > MAX_KEYS:
-            raise UsageError(f"run.log: a step has {len(own)} keys, and {MAX_KEYS} is the most.")
         if of_last_step:  # trackers get a step when the next one has ended
             self._write(self._read_position().step, own)
 

@@ -103,6 +103,8 @@ class NoticeSource:
     name: str
     poll: Callable[[], PreemptionNotice | None]
     poll_interval_s: float = POLL_S
+    hint: str = ""
+    """What to do before the node starts again."""
 
 
 def parse_source(setting: str, text: str) -> NoticeSource | None:
@@ -121,7 +123,8 @@ def parse_source(setting: str, text: str) -> NoticeSource | None:
     kind, _, rest = word.partition(":")
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
-        return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)
+        hint = f" Remove {path} before it starts again, or it leaves again."
+        return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S, hint)
     raise ConfigError(f"{setting} is {text[:MAX_QUOTED_CHARS]!r}: write aws, gcp, azure or file:PATH.")
 
 

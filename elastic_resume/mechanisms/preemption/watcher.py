@@ -47,10 +47,11 @@ class NoticeWatcher:
         self._emit("preemption-notice", source=source.name, reason=notice.reason, deadline=notice.deadline)
         when = "" if notice.deadline is None else f", in {notice.deadline - time.time():.0f} s"
         logger.info(
-            "preemption notice (%s): %s%s: this node commits its newest step and leaves.",
+            "preemption notice (%s): %s%s: this node commits its newest step and leaves.%s",
             source.name,
             notice.reason,
             when,
+            source.hint,
         )
         self._on_notice(notice)
         return None
