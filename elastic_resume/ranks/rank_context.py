@@ -12,7 +12,6 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,8 +124,35 @@ def raise_if_set(error: ElasticResumeError | None) -> None:
         raise error
 
 
-def open_node_dir(context: RankContext) -> NodeDir:
-    """Open the node's directory; without an agent the local leader locks it first."""
+def open_node(context: RankContext, cleanup: contextlib.ExitStack) -> tuple[NodeDir, str]:
+    """Open the node's directory, and find its committer; ``cleanup`` closes both.
+
+    Without an agent the local leader locks the directory first, and runs the committer. Every rank calls this
+    at the same time.
+
+    Returns:
+        the directory, and the name of the committer's socket.
+
+    """
+
+    def open_own() -> tuple[NodeDir, str]:
+        node_dir = _open_node_dir(context)
+        cleanup.callback(node_dir.release)
+        name = os.environ.get(constants.ENV_COMMITTER, "")
+        if name and constants.ENV_AGENT_PID in os.environ:
+            return node_dir, name
+        return node_dir, _start_committer(context, cleanup) if context.is_local_leader else ""
+
+    node_dir, names = context.run_and_gather(open_own)
+    return node_dir, names[context.local_leader_by_node[context.node]]
+
+
+def open_slot_client(context: RankContext, committer: str) -> SlotClient:
+    """Connect to the committer at this socket; raise ElasticResumeError if it does not answer."""
+    return SlotClient(committer, context.local_rank, is_local_leader=context.is_local_leader)
+
+
+def _open_node_dir(context: RankContext) -> NodeDir:
     settings = context.settings
     if context.is_local_leader and constants.ENV_AGENT_PID not in os.environ:
         # After a SIGKILL the script's forked DataLoader workers keep the lock for some seconds.
@@ -138,48 +164,6 @@ def open_node_dir(context: RankContext) -> NodeDir:
     if context.is_local_leader:
         context.catalog.remove_unfinished()
     return node_dir
-
-
-@dataclass(frozen=True)
-class CommitterConnection:
-    """The connection to the node's committer, and the committer itself if this process runs it."""
-
-    slot_client: SlotClient
-    _own_committer: contextlib.ExitStack
-    _pid: int
-
-    @staticmethod
-    def open(context: RankContext) -> CommitterConnection:
-        """Connect to the committer, or start it. Every rank calls this at the same time.
-
-        Raises:
-            ElasticResumeError: the committer cannot be reached.
-
-        """
-        own_committer = contextlib.ExitStack()
-        name_of_agents = os.environ.get(constants.ENV_COMMITTER, "")
-
-        def find_committer() -> tuple[None, str]:
-            if name_of_agents and constants.ENV_AGENT_PID in os.environ:
-                return None, name_of_agents
-            return None, _start_committer(context, own_committer) if context.is_local_leader else ""
-
-        _, socket_names = context.run_and_gather(find_committer)
-        name = socket_names[context.local_leader_by_node[context.node]]
-        try:
-            slot_client = context.run_on_all_ranks(
-                lambda: SlotClient(name, context.local_rank, is_local_leader=context.is_local_leader)
-            )
-        except ElasticResumeError:
-            own_committer.close()
-            raise
-        return CommitterConnection(slot_client, own_committer, os.getpid())
-
-    def close(self) -> None:
-        """Close the connection. A committer in this process finishes its current commit first."""
-        if os.getpid() == self._pid:
-            self.slot_client.close()
-            self._own_committer.close()
 
 
 def _start_committer(context: RankContext, cleanup: contextlib.ExitStack) -> str:

@@ -34,7 +34,7 @@ from elastic_resume.mechanisms.registry import make_step_observers
 from elastic_resume.milestone import Milestone
 from elastic_resume.proof.replay import Replay
 from elastic_resume.ranks.collectives import Collectives
-from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
+from elastic_resume.ranks.rank_context import RankContext, open_node, open_slot_client
 from elastic_resume.restore import coordinator, replica_check
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.warm_memory import TensorPool
@@ -123,9 +123,10 @@ class Generation:
         # Another generation may follow, or a later cell of a notebook that calls resume again.
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(context.events.close)
-            node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
-            cleanup.callback(node_dir.release)
+            node_dir, committer = open_node(context, cleanup)
             page, seed, self._options, digests = _share(context, node_dir, arguments.dataset_digest)
+            self.slot_client = context.run_on_all_ranks(lambda: open_slot_client(context, committer))
+            cleanup.callback(self.slot_client.close)
             self.bucket_order = BucketOrder()
             self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
             # Else a cold start would give all ranks rank 0's.
@@ -137,11 +138,8 @@ class Generation:
                 "elastic_resume.seed": self.random_numbers,
                 coordinator.PARAMETERS: ParameterOrder(objects),
             } | arguments.records
-            self.committer_connection = CommitterConnection.open(context)
-            cleanup.callback(self.committer_connection.close)
-            slot_client = self.committer_connection.slot_client
             result = coordinator.restore(
-                context, node_dir, page, slot_client, self.tracked, tensor_pool=tensor_pool
+                context, node_dir, page, self.slot_client, self.tracked, tensor_pool=tensor_pool
             )
             self.plan = result.plan
             if must_resume and self.plan.kind == "cold":
@@ -159,7 +157,7 @@ class Generation:
                 result.plan,
                 result.committed_step,
                 self.tracked,
-                slot_client,
+                self.slot_client,
                 waiting_for_disk=self.heartbeat.busy,
             )
             cleanup.callback(self.snapshot_scheduler.close)
@@ -440,10 +438,9 @@ class Generation:
 
     def has_saved_state(self) -> bool:
         """Return whether any node can hold a state of this job: this one does, or another one did."""
-        slot_client = self.committer_connection.slot_client
         return (
             self.plan.kind == "resumed"
-            or any(slot.snapshot_id for slot in slot_client.control_block.read_slots())
+            or any(slot.snapshot_id for slot in self.slot_client.control_block.read_slots())
             or bool(self.context.catalog.list_entries())
         )
 
@@ -494,7 +491,7 @@ class Generation:
             self.plan,
             self.plan.target,
             self.tracked,
-            self.committer_connection.slot_client,
+            self.slot_client,
             knows_data=knows_data,
             within_epoch=not knows_data or self.progress.position.step_in_epoch > 0,
         )

@@ -160,9 +160,7 @@ def test_change_during_copy_discards_snapshot(
         (run._generation.context.node_dir / "g000001-s0000000002").is_dir, "the commit that step 1 has missed"
     )
     generation = run._generation
-    later = Snapshotter(
-        generation.tracked, generation.committer_connection.slot_client, generation.context, 2, ()
-    )
+    later = Snapshotter(generation.tracked, generation.slot_client, generation.context, 2, ())
     assert later.start_snapshot(run.position)
     assert later._job is None or later._job.done.is_set()
     later.close()

@@ -39,7 +39,7 @@ def digest_model():
     return state_dict.digest_leaves(state_dict.flatten({"model": model}).leaves)
 
 def read_newest():
-    newest = snapshot_samples.read_newest(run._generation.committer_connection.slot_client)
+    newest = snapshot_samples.read_newest(run._generation.slot_client)
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
     return newest.manifest.step, state_dict.digest_leaves(leaves)

@@ -152,7 +152,7 @@ def expected(run: Run) -> tuple[dict[str, Tensor], Any]:
 
 def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
     """Return the tensors, the rest and the step of the newest snapshot."""
-    newest = read_newest(run._generation.committer_connection.slot_client)
+    newest = read_newest(run._generation.slot_client)
     assert newest is not None
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     tensors = {name: image.tensor(name).clone() for name in image.layout.extents}
@@ -336,7 +336,7 @@ def replace_slots(begin: Callable[..., Run]) -> tuple[Run, int]:
         step_log.text = "x" * (70_000 << number // 3 * 2)
         run.step()
         assert is_complete(run), number
-    states = run._generation.committer_connection.slot_client.control_block.read_slots()
+    states = run._generation.slot_client.control_block.read_slots()
     assert max(state.serial for state in states) > 9  # so there were others before
     return run, len(states)
 
@@ -452,7 +452,7 @@ def test_less_memory_gives_fewer_snapshots_and_same_checkpoints(
     for _ in range(3):
         step(objects)
         run.step()
-    assert run._generation.committer_connection.slot_client.slot_count == slots_that_fit
+    assert run._generation.slot_client.slot_count == slots_that_fit
     wait_for((run._generation.context.node_dir / "g000001-s0000000003").is_dir, "the commit of step 3")
     step(objects)
     run.step()
@@ -511,7 +511,7 @@ def test_last_step_of_epoch_is_snapshotted_before_and_after_epoch_end(begin: Cal
     run = begin(**objects, data=batches)
 
     def find_newest() -> tuple[int, int, int]:
-        newest = read_newest(run._generation.committer_connection.slot_client)
+        newest = read_newest(run._generation.slot_client)
         assert newest is not None
         position = newest.manifest.position
         return position.epoch, position.step_in_epoch, newest.snapshot_id
@@ -564,7 +564,7 @@ def test_snapshot_stays_announced_until_it_has_a_slot(
     run = begin(**objects, snapshot_every="off", save_every=1)
     scheduler, announced = run._generation.snapshot_scheduler, list[int]()
     scheduler.is_sharded = True
-    control = run._generation.committer_connection.slot_client.control_block
+    control = run._generation.slot_client.control_block
 
     def note(name: str, *_: Any) -> None:
         if name == "snapshot.started":

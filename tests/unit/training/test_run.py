@@ -824,7 +824,7 @@ def test_resume_allocates_slots_once(
     first.run.save()
     capsys.readouterr()
     second = begin()
-    memory = second.run._generation.committer_connection.slot_client
+    memory = second.run._generation.slot_client
     assert memory is not None
     assert memory._prepare_thread is not None
     memory._prepare_thread.join()
