@@ -118,6 +118,11 @@ class Leader(Role):
         if peer and peer.disconnected_at is None:
             self.dispatch(self._FOLLOWER_HANDLERS, peer, message)
 
+    def is_routine(self, link: Link, message: messages.Message) -> bool:
+        """See Role. A heartbeat may be the first reply to a welcome."""
+        is_heartbeat = isinstance(message, messages.Heartbeat) and not message.facts
+        return is_heartbeat and link.conn_id not in self.pending_welcomes
+
     def _handle_job_end(self, link: Link, end: JobEnd) -> None:
         # Only from a node that this one calls. Before a first view it may be the end of an earlier run.
         if link.conn_id in self.discovery.pending_calls and self.state.view.members:

@@ -67,9 +67,12 @@ class RendezvousNode:
         state = self.state
         self._advance_clock(now)
         state.effects = []
+        is_routine = self._is_routine(event)
         handler = (self._HANDLERS_AFTER_END if self.end_reason else self._HANDLERS).get(type(event))
         if handler:
             handler(self, event)
+        if is_routine:
+            return state.effects
         if not self.end_reason:
             self._advance_role()
         write = state.request_write()
@@ -77,6 +80,16 @@ class RendezvousNode:
             state.effects.append(write)
         self.next_deadline = self._compute_deadline()
         return state.effects
+
+    def _is_routine(self, event: interface.Event) -> bool:
+        """Return whether an event changes nothing but the time at which a link was heard.
+
+        A leader of thousands spends most of its time on such heartbeats.
+        """
+        if not isinstance(event, interface.MessageReceived) or self.state.now >= self.next_deadline:
+            return False
+        link = self.state.links.get(event.conn_id)
+        return link is not None and self.role.is_routine(link, event.message)
 
     def _advance_clock(self, now: float) -> None:
         """Set the time; after a pause of this process, extend the timeouts of its links by the pause.

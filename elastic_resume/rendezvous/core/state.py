@@ -315,6 +315,11 @@ class Role:
     def handle_message(self, link: Link, message: messages.Message) -> None:
         """Handle one message."""
 
+    def is_routine(self, link: Link, message: messages.Message) -> bool:
+        """Return whether a message changes nothing but the time at which its link was heard."""
+        del link, message
+        return False
+
     def handle_connected(self, link: Link) -> None:
         """Handle a call that was answered."""
 
