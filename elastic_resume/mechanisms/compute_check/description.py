@@ -67,7 +67,7 @@ def describe_difference(found: GradientDifference) -> str:
     return (
         f"{who} computes other gradients than the majority at step {found.step}{count}, from the same "
         f"parameters and batch: {found.name} differs ({since}); {cause}, and what the job has learned "
-        "since is in doubt"
+        "since is in doubt: --resume-from goes back to an earlier checkpoint"
     )
 
 

@@ -13,6 +13,7 @@ from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
+from elastic_resume.rendezvous.facts import Fact, FactBody
 from tests.support.rendezvous_sim.mutations import apply_mutation
 from tests.support.rendezvous_sim.scenario import Scenario
 from tests.support.rendezvous_sim.schedule import LOST_DISKS, WAIVED_INVARIANTS
@@ -135,6 +136,21 @@ def test_node_that_introduces_itself_twice_stops_no_other() -> None:
     scenario.play("run 12")
     assert not scenario.checkers.violations
     assert scenario.checkers.find_whole_views()
+
+
+def test_heartbeat_is_routine_only_of_a_follower() -> None:
+    """As the first reply to a welcome it admits its sender; facts may end a view. Both are acted on at once."""
+    scenario = start_job()
+    agent = scenario.nodes["a"].agent
+    assert agent
+    hello = replace(get_state(scenario, "b").make_hello(), sender=NEWCOMER, view=NO_VIEW, promised=Ballot())
+    deliver(scenario, "a", -900, hello)
+    link, facts = agent.state.links[-900], (Fact("topic", 3, FactBody("7")),)
+    assert not agent.role.is_routine(link, messages.Heartbeat())
+    deliver(scenario, "a", -900, messages.Heartbeat())
+    assert agent.role.is_routine(link, messages.Heartbeat())
+    assert not agent.role.is_routine(link, messages.Heartbeat(facts))
+    assert not agent.role.is_routine(link, messages.WorkersStatus(messages.Workers.JOINED))
 
 
 def start_candidate() -> tuple[RendezvousNode, int]:
