@@ -346,10 +346,12 @@ class SnapshotScheduler:
         control, cost = self._slot_client.control_block, None
         if step == control.get("commit_step") and step > self._committed_step:
             return True
-        if self._commit_stall_s is not None:
-            commit_s, cpu_s = control.get("commit_us") / 1e6, control.get("commit_cpu_us") / 1e6
-            commit_s = max(commit_s, self._commit_stall_s)  # a direct write stalls until it is done
-            cost = SaveCost(self._commit_stall_s, commit_s, cpu_s, self.meter.cpu_count)
+        commit_s, cpu_s = control.get("commit_us") / 1e6, control.get("commit_cpu_us") / 1e6
+        # After a restart the committer has committed before, and the newest snapshot since: no need to hurry.
+        if self._commit_stall_s is not None or commit_s > 0:
+            stall_s = self._commit_stall_s or 0.0
+            commit_s = max(commit_s, stall_s)  # a direct write stalls until it is done
+            cost = SaveCost(stall_s, commit_s, cpu_s, self.meter.cpu_count)
         return checkpoint_interval.is_commit_due(
             self._context.settings.save_every,
             step=step,

@@ -593,3 +593,18 @@ def test_save_that_a_local_rank_missed_is_not_taken_for_the_one_before(
             monkeypatch.setattr(scheduler, "_ensure_snapshot", lambda *_, **__: False)
         assert (run.save() is None) == is_missed
         assert scheduler.has_committed(run.position) != is_missed
+
+
+@pytest.mark.parametrize("has_committed", [False, True])
+def test_first_step_is_committed_unless_the_committer_has_committed_before(
+    begin: Callable[..., Run], *, has_committed: bool
+) -> None:
+    """A first commit shows that the state can be stored. After a restart it would only delay the first steps."""
+    objects = linear()
+    run = begin(**objects, save_every="auto")
+    if has_committed:  # for an earlier process
+        run._generation.slot_client.control_block.set("commit_us", 100_000)
+    step(objects)
+    run.step()
+    slots = run._generation.slot_client.control_block.read_slots()
+    assert any(slot.commit_requested for slot in slots) != has_committed
