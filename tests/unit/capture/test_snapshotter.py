@@ -599,7 +599,7 @@ def test_save_that_a_local_rank_missed_is_not_taken_for_the_one_before(
 def test_first_step_is_committed_unless_the_committer_has_committed_before(
     begin: Callable[..., Run], *, has_committed: bool
 ) -> None:
-    """A first commit shows that the state can be stored. After a restart it would only delay the first steps."""
+    """A first commit shows that the state can be stored. After a restart it would delay the first steps."""
     objects = linear()
     run = begin(**objects, save_every="auto")
     if has_committed:  # for an earlier process

@@ -139,7 +139,7 @@ def test_node_that_introduces_itself_twice_stops_no_other() -> None:
 
 
 def test_heartbeat_is_routine_only_of_a_follower() -> None:
-    """As the first reply to a welcome it admits its sender; facts may end a view. Both are acted on at once."""
+    """As the first reply to a welcome it admits its sender, and facts may end a view: both act at once."""
     scenario = start_job()
     agent = scenario.nodes["a"].agent
     assert agent

@@ -38,8 +38,8 @@ NAMED = {
             (
                 "rank 1 on n1 (GPU-5f) computes other gradients than the majority at step 9, for the second "
                 "time, from the same parameters and batch: layer.weight differs (all ranks agreed at step "
-                "6); its machine most likely computes wrongly, and what the job has learned since is in doubt: "
-                "--resume-from goes back to an earlier checkpoint"
+                "6); its machine most likely computes wrongly, and what the job has learned since is "
+                "in doubt: --resume-from goes back to an earlier checkpoint"
             ),
         ),
         (
