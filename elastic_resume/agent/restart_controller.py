@@ -10,7 +10,8 @@ decided; `restart_log` logs it::
         start_generation   decides from the failures of all nodes; the next generation begins
 
 Every node decides from the same failures, because each reports its own before it joins the next rendezvous.
-How workers ended is read from memory (`FailureEvents`), so a full or failing disk changes no decision.
+How workers ended is read from memory (`FailureEvents`), and their steps from a page that the kernel keeps in
+memory, so a full or failing disk changes no decision.
 """
 
 from __future__ import annotations
@@ -348,8 +349,9 @@ class RestartController:
     def _observe(self, *, failed: bool = False) -> GenerationResult:
         """Return the outcome of the generation as this node sees it; it ``failed`` with any failure, too."""
         result = restart.summarize_generation(
-            [*self._evidence.read(), *self._read_steps()],
+            self._evidence.read(),
             node=self._node,
+            newest_step=self._read_newest_step(),
             num_nodes=len(self._view.members) if self._view else 1,
             memory_pressure=self._memory_monitor.read_pressure(),
         )
@@ -358,16 +360,16 @@ class RestartController:
         failed = (failed or bool(result.failures)) and not restart.is_way_back(result.failures)
         return replace(result, failed=failed)
 
-    def _read_steps(self) -> list[events.Event]:
-        """Return this generation's newest step of each rank, from the progress page.
+    def _read_newest_step(self) -> int | None:
+        """Return the newest step of this generation's workers, from the progress page.
 
         The event log would have to be read whole, which takes seconds after a day, and misses what a full
         disk has refused.
         """
         # In a container every agent has the same pid, but no agent of this node reuses a generation.
         records = read_own_records(self._event_log.path.parent, MAX_LOCAL_RANKS)
-        own = (record for record in records if record.worker.assigned_generation == self.generation)
-        return [{"event": "step", "step": record.step} for record in own]
+        own = (record.step for record in records if record.worker.assigned_generation == self.generation)
+        return max(own, default=None)
 
 
 def _list_nodes(view: StartWorkers) -> tuple[str, ...]:

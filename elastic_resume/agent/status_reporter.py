@@ -154,7 +154,7 @@ class EventTail:
     def __init__(self, path: Path) -> None:
         """Begin at the present end of the file."""
         self._path = path
-        self._offset = file_size(path)
+        self._offset = _file_size(path)
         self._own_lines: deque[str] = deque(maxlen=MAX_OWN_LINES)
 
     def add_own_line(self, line: str) -> None:
@@ -191,7 +191,7 @@ def _parse_events(lines: Iterable[str]) -> Iterator[Event]:
     return (event for event in map(parse_line, lines) if event is not None)
 
 
-def file_size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     """Return a file's size in bytes; 0 if it cannot be read."""
     try:
         return path.stat().st_size

@@ -6,21 +6,17 @@ written for (`require_versions`), or that lacks a method (`require_methods`) or 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import inspect
-import logging
 import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.errors import MachineError
 
 if TYPE_CHECKING:
     from elastic_resume.training.run import Run
-
-logger = logging.getLogger(__name__)
 
 # Arguments of DataLoader that are kept when a `GlobalBatches` makes its batches.
 LOADER_ARGUMENTS = (
@@ -85,25 +81,13 @@ def log_numbers(run: Run, values: Mapping[str, Any], step: int | None = None) ->
 
     ``step`` is the library's number of the step. If the job has just finished that one, the values belong to
     it; else to the step that is being computed. What no tracker takes, such as a very long name, is left out
-    too, with a warning: the script has not chosen it.
+    with a warning: the library may have made the name.
     """
     found = {str(name): value for name, value in values.items() if _is_number(value)}
-    generation = run._generation  # noqa: SLF001  not for scripts
-    of_last_step = step == generation.progress.position.step
-    try:
-        if found:
-            generation.log(found, of_last_step=of_last_step)
-    except UsageError:
-        for name, value in found.items():
-            try:
-                generation.log({name: value}, of_last_step=of_last_step)
-            except UsageError as error:
-                _warn_of_dropped(str(error))
-
-
-@functools.cache
-def _warn_of_dropped(reason: str) -> None:
-    logger.warning("a value that a library logs is not recorded: %s", reason)
+    if found:
+        generation = run._generation  # noqa: SLF001  not for scripts
+        of_last_step = step == generation.progress.position.step
+        generation.log(found, of_last_step=of_last_step, may_drop=True)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,7 +8,6 @@ and ranks that differ are told apart in `policy/` and `events.py` too.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -65,10 +64,11 @@ class StepObserver:
         del requested_at
         return True
 
-    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False) -> None:
+    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False, may_drop: bool = False) -> None:
         """Note values that were logged; they belong to the step that is being computed, or to the last one.
 
-        What belongs to the last step is logged once more if the job goes on from that step.
+        What belongs to the last step is logged once more if the job goes on from that step. ``may_drop``:
+        leave out what cannot be recorded, with a warning, in place of an error.
         """
 
     def close_step(self, position: Position) -> None:
@@ -306,13 +306,21 @@ class Mechanism:
     options: tuple[Option, ...] = ()
 
 
-def lazily(module: str, name: str) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class LazyCall:
+    """Calls a function of a module, and imports the module only then."""
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        """Import the module and call the function."""
+        return getattr(importlib.import_module(self.module), self.name)(*args)
+
+
+def lazily(module: str, name: str) -> LazyCall:
     """Return a function that calls ``name`` of a mechanism's module, and imports the module only then."""
-    return functools.partial(_call, f"{__package__}.{module}", name)
-
-
-def _call(module: str, name: str, *args: Any) -> Any:
-    return getattr(importlib.import_module(module), name)(*args)
+    return LazyCall(f"{__package__}.{module}", name)
 
 
 def encode_body(value: Any) -> FactBody:

@@ -18,6 +18,7 @@ from elastic_resume.mechanisms.hangs import HANGS
 from elastic_resume.mechanisms.mechanism import (
     AgentContext,
     AgentPart,
+    LazyCall,
     Mechanism,
     StatusMember,
     StepObserver,
@@ -56,13 +57,13 @@ STATUS_MEMBERS = tuple(mechanism.status for mechanism in MECHANISMS if mechanism
 OPEN_EVIDENCE = next((mechanism.open_evidence for mechanism in MECHANISMS if mechanism.open_evidence), None)
 WORKER_MODULES = tuple(
     dict.fromkeys(
-        part.args[0]
+        part.module
         for mechanism in MECHANISMS
         for part in (mechanism.make_observer, mechanism.make_note, mechanism.open_evidence)
-        if isinstance(part, functools.partial)  # of `lazily`
+        if isinstance(part, LazyCall)
     )
 )
-"""What each worker imports as it resumes. A fork server imports it before."""
+"""Modules that every worker imports in `er.resume`; the fork server imports them before it forks one."""
 _OBSERVERS = tuple(mechanism for mechanism in MECHANISMS if mechanism.make_observer)
 _MEASURING = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_measuring)
 _NOTES = tuple(mechanism for mechanism in MECHANISMS if mechanism.make_note)

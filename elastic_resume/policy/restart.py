@@ -253,14 +253,13 @@ def summarize_generation(
     *,
     node: str,
     num_nodes: int = 1,
+    newest_step: int | None = None,
     memory_pressure: MemoryPressure | None = None,
 ) -> GenerationResult:
-    """Summarize the events of one node since the generation began."""
+    """Summarize the events of one node since the generation began, and the newest step of its workers."""
     events = list(events)
     starts = [_step_or_none(event) for event in events if event["event"] == "worker-start"]
-    reached = [
-        _step_or_none(event) for event in events if event["event"] in {"worker-start", "step", "commit"}
-    ]
+    reached = [*starts, newest_step]
     failures = failure_classification.classify_failures(events, node, memory_pressure)
     return GenerationResult(
         failed=bool(failures) and not is_way_back(failures),

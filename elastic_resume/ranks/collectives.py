@@ -105,15 +105,7 @@ class Collectives:
         atexit.unregister(self._destroy_groups)
         self.connections.groups.clear()
         self._group = None
-        former = [] if torch.cuda.is_initialized() else [*self._created_groups]
-        if former and self.created_default_group and (default := dist.group.WORLD) is not None:
-            former.append(default)
-            del default
         _destroy_process_groups(self._created_groups, self.created_default_group)
-        # The last reference to a group of gloo joins its threads, which look for their end every 10 ms. The
-        # next world does not wait for them. Groups of GPUs end here, because they may hang.
-        while former:
-            threading.Thread(target=[former.pop()].clear, daemon=True).start()
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (small, and JSON), in the order of ranks, on every rank.

@@ -125,7 +125,7 @@ def raise_if_set(error: ElasticResumeError | None) -> None:
 
 
 def open_node(context: RankContext, cleanup: contextlib.ExitStack) -> tuple[NodeDir, str]:
-    """Open the node's directory, and find its committer; ``cleanup`` closes both.
+    """Open the node's directory, and find its committer; ``cleanup`` closes what this opens.
 
     Without an agent the local leader locks the directory first, and runs the committer. Every rank calls this
     at the same time.
@@ -147,9 +147,22 @@ def open_node(context: RankContext, cleanup: contextlib.ExitStack) -> tuple[Node
     return node_dir, names[context.local_leader_by_node[context.node]]
 
 
-def open_slot_client(context: RankContext, committer: str) -> SlotClient:
-    """Connect to the committer at this socket; raise ElasticResumeError if it does not answer."""
-    return SlotClient(committer, context.local_rank, is_local_leader=context.is_local_leader)
+def open_slot_client(context: RankContext, committer: str, cleanup: contextlib.ExitStack) -> SlotClient:
+    """Connect to the committer at this socket; ``cleanup`` closes the connection.
+
+    Every rank calls this at the same time.
+
+    Raises:
+        ElasticResumeError: the committer of a node does not answer.
+
+    """
+
+    def connect() -> SlotClient:
+        client = SlotClient(committer, context.local_rank, is_local_leader=context.is_local_leader)
+        cleanup.callback(client.close)
+        return client
+
+    return context.run_on_all_ranks(connect)
 
 
 def _open_node_dir(context: RankContext) -> NodeDir:

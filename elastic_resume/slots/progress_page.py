@@ -204,7 +204,7 @@ def read_records(path: Path, local_ranks: int) -> list[ProgressRecord]:
             os.close(descriptor)
         if len(steps) == count * _STEP_WORDS * 8 and len(details) == count * _DETAIL_WORDS * 8:
             pids = memoryview(details).cast("Q")[_DETAIL_FIELDS.index("pid") :: _DETAIL_WORDS].tolist()
-            started = (local_rank for local_rank, pid in enumerate(pids) if pid)  # a few of a thousand
+            started = (local_rank for local_rank, pid in enumerate(pids) if pid)
             records = (_parse_record(local_rank, steps, details) for local_rank in started)
             return [record for record in records if record is not None]
     return []

@@ -125,8 +125,7 @@ class Generation:
             cleanup.callback(context.events.close)
             node_dir, committer = open_node(context, cleanup)
             page, seed, self._options, digests = _share(context, node_dir, arguments.dataset_digest)
-            self.slot_client = context.run_on_all_ranks(lambda: open_slot_client(context, committer))
-            cleanup.callback(self.slot_client.close)
+            self.slot_client = open_slot_client(context, committer, cleanup)
             self.bucket_order = BucketOrder()
             self.random_numbers = rng.RandomNumbers(options.rng, seed, self.rank)
             # Else a cold start would give all ranks rank 0's.
@@ -291,10 +290,10 @@ class Generation:
             self.drain_request.terminate_process()
         self.first_steps.end_step()
 
-    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False) -> None:
+    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False, may_drop: bool = False) -> None:
         """Hand values that were logged to the mechanisms: see `StepObserver.log`."""
         for observer in self._observers:
-            observer.log(values, of_last_step=of_last_step)
+            observer.log(values, of_last_step=of_last_step, may_drop=may_drop)
 
     def was_finished_before(self, step: int) -> bool:
         """Return whether an earlier generation has finished a step."""

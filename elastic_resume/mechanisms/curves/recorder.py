@@ -91,27 +91,38 @@ class Recorder(RecomputedSteps):
         self._emit = context.emit
         self._read_position = context.read_position
         self._values: dict[str, float] = {}
+        self._has_dropped = False
         self._path = journal.record_path(context.node_dir, context.generation)
         self._wake = notes.connect_to_agent(context.node_dir)
         self._descriptor = -1
         self._open()
 
-    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False) -> None:
+    def log(self, values: Mapping[str, Any], *, of_last_step: bool = False, may_drop: bool = False) -> None:
         """Keep values of the step that is being computed, or add to the last step, which has its line.
 
         Raises:
-            UsageError: a key or a value is of another kind, or there are too many.
+            UsageError: a key or a value is of another kind, or there are too many; not if ``may_drop``.
 
         """
         own = {} if of_last_step else self._values
         for key, value in values.items():
-            if key not in own:
-                _require_key(key)
-                if len(own) >= MAX_KEYS:
-                    raise UsageError(f"run.log: a step has more than {MAX_KEYS} keys; {key!r} is one more.")
-            own[key] = value if type(value) is float else _to_number(key, value)
+            try:
+                if key not in own:
+                    _require_key(key)
+                    if len(own) >= MAX_KEYS:
+                        raise UsageError(f"run.log: a step has more than {MAX_KEYS} keys; {key!r} is one.")  # noqa: TRY301
+                own[key] = value if type(value) is float else _to_number(key, value)
+            except UsageError as error:
+                if not may_drop:
+                    raise
+                self._warn_of_dropped(error)
         if of_last_step:  # trackers get a step when the next one has ended
             self._write(self._read_position().step, own)
+
+    def _warn_of_dropped(self, error: UsageError) -> None:
+        if not self._has_dropped:
+            self._has_dropped = True
+            logger.warning("a value of a library is not recorded, nor others like it: %s", error)
 
     def end_step(self, step: int) -> None:
         """Write the line of a step."""

@@ -123,7 +123,7 @@ def parse_source(setting: str, text: str) -> NoticeSource | None:
     kind, _, rest = word.partition(":")
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
-        hint = f" Remove {path} before it starts again, or it leaves again."
+        hint = f" Remove {path} before the node starts again, or it leaves again."
         return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S, hint)
     raise ConfigError(f"{setting} is {text[:MAX_QUOTED_CHARS]!r}: write aws, gcp, azure or file:PATH.")
 

@@ -119,7 +119,7 @@ class Leader(Role):
             self.dispatch(self._FOLLOWER_HANDLERS, peer, message)
 
     def is_routine(self, link: Link, message: messages.Message) -> bool:
-        """See Role. A heartbeat may be the first reply to a welcome."""
+        """See Role. As the first reply to a welcome a heartbeat adds a follower."""
         is_heartbeat = isinstance(message, messages.Heartbeat) and not message.facts
         return is_heartbeat and link.conn_id not in self.pending_welcomes
 

@@ -82,9 +82,9 @@ class RendezvousNode:
         return state.effects
 
     def _is_routine(self, event: interface.Event) -> bool:
-        """Return whether an event changes nothing but the time at which a link was heard.
+        """Return whether the role need not look at what is due before its next deadline.
 
-        A leader of thousands spends most of its time on such heartbeats.
+        A leader of thousands spends most of its time on heartbeats.
         """
         if not isinstance(event, interface.MessageReceived) or self.state.now >= self.next_deadline:
             return False

@@ -316,7 +316,7 @@ class Role:
         """Handle one message."""
 
     def is_routine(self, link: Link, message: messages.Message) -> bool:
-        """Return whether a message changes nothing but the time at which its link was heard."""
+        """Return whether `advance` can wait for the next deadline after a message, as after a heartbeat."""
         del link, message
         return False
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_resume import integrations
-from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.errors import MachineError
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,8 @@ def test_numbers_of_a_library_are_logged_for_their_step() -> None:
     """Texts, dicts and pictures are left out; its number of the last step is the job's."""
     logged: list[tuple[dict[str, Any], bool]] = []
 
-    def log(values: dict[str, Any], *, of_last_step: bool) -> None:
+    def log(values: dict[str, Any], *, of_last_step: bool, may_drop: bool) -> None:
+        assert may_drop
         logged.append(({name: float(value) for name, value in values.items()}, of_last_step))
 
     progress = SimpleNamespace(position=SimpleNamespace(step=7))
@@ -53,24 +54,3 @@ def test_numbers_of_a_library_are_logged_for_their_step() -> None:
     integrations.log_numbers(run, others)
     expected = {"a": 1.0, "b": 0.5, "c": 2.0, "d": 1.0, "e": float("inf")}
     assert logged == [(expected, True), (expected, False), (expected, False), (expected, False)]
-
-
-def test_value_that_no_tracker_takes_is_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """The others of the same call are logged: the script has not chosen the library's names."""
-    logged: dict[str, float] = {}
-
-    def log(values: dict[str, Any], *, of_last_step: bool) -> None:
-        del of_last_step
-        for name, value in values.items():
-            if len(name) > 200:
-                raise UsageError("run.log: the key is too long.")
-            logged[name] = value
-
-    progress = SimpleNamespace(position=SimpleNamespace(step=7))
-    run: Any = SimpleNamespace(_generation=SimpleNamespace(log=log, progress=progress))
-    for step in (7, 8):
-        integrations.log_numbers(run, {"a": 1, "k" * 201: 2, "b": 3}, step)
-    assert logged == {"a": 1, "b": 3}
-    assert [record.message for record in caplog.records] == [
-        "a value that a library logs is not recorded: run.log: the key is too long."
-    ]

@@ -150,7 +150,7 @@ def test_loggers_take_their_versions_in_the_order_of_the_trainer(
 def make_run(logged: list[dict[str, Any]], kind: str) -> Any:
     """Return a run in whose third step something is logged."""
     generation = SimpleNamespace(
-        log=lambda values, *, of_last_step: logged.append({**values, "last": of_last_step}),
+        log=lambda values, *, of_last_step, **_: logged.append({**values, "last": of_last_step}),
         progress=SimpleNamespace(position=SimpleNamespace(step=2)),
     )
     return SimpleNamespace(_generation=generation, plan=SimpleNamespace(kind=kind))

@@ -514,7 +514,7 @@ def test_values_of_another_step_are_not_logged_again() -> None:
     logged: list[tuple[dict[str, float], bool]] = []
     progress = SimpleNamespace(position=SimpleNamespace(step=4))
     generation = SimpleNamespace(
-        progress=progress, log=lambda values, of_last_step: logged.append((values, of_last_step))
+        progress=progress, log=lambda values, of_last_step, **_: logged.append((values, of_last_step))
     )
     run: Any = SimpleNamespace(_generation=generation)
     state = SimpleNamespace(log_history=[{"loss": 1.0, "step": 2}], global_step=4)

@@ -119,15 +119,11 @@ def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
 
 
 def test_summary_takes_first_and_newest_step() -> None:
-    """Starts, steps and commits all say how far the generation came."""
-    events = [
-        event("worker-start", 1, step=10),
-        event("step", 2, step=11),
-        event("commit", 3, step=14),
-        event("step", 4, step=13),
-    ]
-    this = summarize_generation(events, node="a")
-    assert (this.start_step, this.newest_step, this.failures) == (10, 14, ())
+    """A worker that has finished no step has reached the one from which it started."""
+    events = [event("worker-start", 1, step=10), event("worker-start", 2, step=11)]
+    for newest, found in ((14, 14), (None, 11), (0, 11)):
+        this = summarize_generation(events, node="a", newest_step=newest)
+        assert (this.start_step, this.newest_step, this.failures) == (10, found, ())
 
 
 def test_deterministic_failure_without_rank_ends_job() -> None:

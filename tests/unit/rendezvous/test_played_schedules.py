@@ -153,6 +153,21 @@ def test_heartbeat_is_routine_only_of_a_follower() -> None:
     assert not agent.role.is_routine(link, messages.WorkersStatus(messages.Workers.JOINED))
 
 
+def test_leader_that_was_paused_checks_its_lease_before_it_answers_on() -> None:
+    """A heartbeat is the first thing that it reads; its followers may run a later view by now."""
+    scenario = start_job()
+    agent = scenario.nodes["a"].agent
+    assert agent
+    assert agent.state.running_view
+    conn_id = next(
+        conn_id for conn_id, link in agent.state.links.items() if link.peer and link.peer.node == "b"
+    )
+    header = messages.Header(agent.state.links[conn_id].last_received_seq + 1, 0)
+    now = agent.state.now + 60.0
+    agent.handle(interface.MessageReceived(conn_id, header, messages.Heartbeat()), now)
+    assert agent.state.running_view is None
+
+
 def start_candidate() -> tuple[RendezvousNode, int]:
     """Return the candidate b, and the connection of its call to a."""
     settings = interface.RendezvousSettings(("a", "b", "c"), 1, 9)

@@ -59,6 +59,22 @@ def test_values_of_the_last_step_are_checked(tmp_path: Path) -> None:
     assert journal.record_path(tmp_path, 1).stat().st_size == size
 
 
+def test_value_of_a_library_that_no_tracker_takes_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other values are in one line, and the first one that is dropped is named."""
+    observer = recorder.observe(make_worker_context(tmp_path, notes=NOTES))
+    values = {"k" * 201: 0.5, "": 0.5} | {f"a{number}": 1.0 for number in range(1001)}
+    observer.log(values, of_last_step=True, may_drop=True)
+    observer.log({"b": 2.0, "k" * 300: 0.5}, may_drop=True)
+    observer.end_step(1)
+    found = journal.read_records(tmp_path, 1)
+    assert found is not None
+    assert [len(values) for _, _, values in found.lines] == [1000, 1]
+    assert len(caplog.records) == 1
+    assert "is not recorded, nor others like it: run.log: the key 'kkk" in caplog.text
+
+
 def test_node_of_rank_0_without_the_flag_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Else the curve would end in silence when rank 0 moves there; without any recorder nothing is said."""
     events: list[dict[str, Any]] = []
