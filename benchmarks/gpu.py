@@ -2,6 +2,7 @@
 
     tests      tests/gpu: killed jobs on the device end with the undisturbed bits, NCCL, CUDA graphs, NVML
     stalls     what a snapshot at every step costs, beside torch.save and dcp.async_save (checkpoint.py)
+    resumes    er.resume() of a tenth of that size from memory, disk and another node (checkpoint.py)
     recovery   SIGKILL of a worker to the next step: in-process, with restarts, and torchrun (recovery.py).
                All ranks share the device, so they talk through gloo
 
@@ -27,22 +28,17 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to rehearse")
     parser.add_argument("--megabytes", type=int, default=10_000, help="of the state, for the stalls")
-    parser.add_argument("--only", default="tests,stalls,recovery", help="a comma-separated list")
+    parser.add_argument("--only", default="tests,stalls,resumes,recovery", help="a comma-separated list")
     options = parser.parse_args()
-    checkpoint = [
-        "checkpoint.py",
-        "--only",
-        "stalls",
-        "--sizes",
-        str(options.megabytes),
-        "--repetitions",
-        "2",
-    ]
+    stalls = ["checkpoint.py", "--only", "stalls", "--sizes", str(options.megabytes), "--repetitions", "2"]
+    size = str(max(options.megabytes // 10, 100))
+    resumes = ["checkpoint.py", "--only", "resumes", "--sizes", size, "--repetitions", "1"]
     recovery = ["recovery.py", "--only", "in-process,ours,tuned", "--rows", "worker", "--kills", "3"]
     parts = {
-        "tests": (["-m", "pytest", "-q", "-o", "addopts=", str(HERE.parent / "tests" / "gpu")], 130.0),
-        "stalls": (checkpoint, 100.0),
-        "recovery": (recovery, 120.0),
+        "tests": (["-m", "pytest", "-q", "-o", "addopts=", str(HERE.parent / "tests" / "gpu")], 110.0),
+        "stalls": (stalls, 80.0),
+        "resumes": (resumes, 60.0),
+        "recovery": (recovery, 105.0),
     }
     failed = [name for name in options.only.split(",") if not run(name, *parts[name], device=options.device)]
     if failed:
