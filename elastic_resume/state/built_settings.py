@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_resume.state.open_checkpoint import iter_leaves
 
+RANKS = "ranks"  # how many the first start had; beside the paths, which have a slash
 MAX_SETTINGS = 200  # of one object: a schedule may be a table
 _FOLLOWING = {"base_lrs", "_last_lr", "params", "param_names"}  # they follow from others
 _PLAIN = (bool, int, float, str, type(None))
@@ -33,7 +34,7 @@ class BuiltSettings:
             if isinstance(item, (Optimizer, LRScheduler)) or name.split(".")[0] == "scheduler"
         }
         self._built = self._read()
-        self._first = self._built
+        self._first = dict(self._built)
         self._restored: Settings | None = None
 
     def state_dict(self) -> Settings:
@@ -43,6 +44,11 @@ class BuiltSettings:
     def load_state_dict(self, state: Settings) -> None:
         """Take those of the first start from a checkpoint. Other objects are restored before."""
         self._first, self._restored = dict(state), self._read()
+
+    def note_ranks(self, count: int) -> int:
+        """Record the number of ranks at the first start; return that one."""
+        first: int = self._first.setdefault(RANKS, count)
+        return first
 
     def take_unused(self) -> list[str]:
         """Describe the settings that the script built in vain, once after a restore.

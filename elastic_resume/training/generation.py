@@ -141,6 +141,7 @@ class Generation:
                 context, node_dir, page, self.slot_client, self.tracked, tensor_pool=tensor_pool
             )
             self.plan = result.plan
+            arguments.built_settings.note_ranks(context.collectives.size)
             if must_resume and self.plan.kind == "cold":
                 raise ElasticResumeError(
                     "no saved state is left that this process could go on from, so it has to start again."

@@ -99,7 +99,7 @@ class Run:
         self._pid = os.getpid()
         self._is_restartable = False  # a restartable function runs
         self._script_hooks = ScriptHooks(
-            lambda: announce.log_unused_settings(arguments.built_settings, self.rank)
+            lambda: announce.log_unused_settings(arguments.built_settings, self.rank, self.world_size)
         )
         self._notice_hooks: list[Callable[[Preemption], object]] = []  # for the next notice
         self._is_in_hook = False  # one of these

@@ -122,7 +122,10 @@ class Recorder(RecomputedSteps):
     def _warn_of_dropped(self, error: UsageError) -> None:
         if not self._has_dropped:
             self._has_dropped = True
-            logger.warning("a value of a library is not recorded, nor others like it: %s", error)
+            logger.warning(
+                "--log-metrics leaves out a value that a library logs, and others like it: %s",
+                error,
+            )
 
     def end_step(self, step: int) -> None:
         """Write the line of a step."""

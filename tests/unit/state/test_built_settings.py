@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.state.built_settings import BuiltSettings
+from elastic_resume.training.announce import log_unused_settings
 
 Make = Callable[[torch.optim.Optimizer, int], Any]
 
@@ -128,3 +129,20 @@ def test_setting_that_the_script_sets_after_the_restore_is_not_reported() -> Non
     assert resume(tracked, own, build(SCHEDULERS["cosine"], lr=0.3)).take_unused() == [
         "optimizer/lr 0.3 (first start: 0.2)"
     ]
+
+
+def test_schedule_that_follows_from_the_ranks_is_explained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A node that is lost makes len(loader) longer, and nobody has changed anything."""
+    caplog.set_level("INFO")
+    saved = build(SCHEDULERS["cosine"])
+    record = BuiltSettings(saved)
+    assert record.note_ranks(3) == 3
+    for ranks, is_explained in ((2, True), (3, False)):
+        train(saved)
+        own = resume(saved, record, build(SCHEDULERS["cosine"], total=30))
+        log_unused_settings(own, rank=0, ranks=ranks)
+        assert ("With 2 ranks and not 3, len(loader) differs" in caplog.text) == is_explained
+        assert "not scheduler/T_max 30 (first start: 20)" in caplog.text
+        caplog.clear()
