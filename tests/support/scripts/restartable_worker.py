@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from elastic_resume.constants import PROGRESS_FILE
+from elastic_resume.slots.progress_page import ProgressPage, WorkerProcess, read_start_ticks
 from elastic_resume.training.worker_exit import open_event_log
 
 directory = Path(sys.argv[1])
@@ -23,10 +25,16 @@ link = socket.socket(fileno=int(os.environ.pop("ELASTIC_RESUME_SUPERVISOR_FD")))
 def begin_generation() -> None:
     """Report the start of this process, as a slow one, and leave a file about this generation."""
     generation, rank = int(os.environ["ELASTIC_RESUME_GENERATION"]), int(os.environ["RANK"])
-    log = open_event_log(Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), node, rank)
+    events = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"])
+    log, world_size = open_event_log(events, node, rank), int(os.environ["WORLD_SIZE"])
     fields = {"generation": generation, "local_rank": int(local_rank)}
-    log.emit("worker-start", **fields, step=100 * generation, world_size=int(os.environ["WORLD_SIZE"]))
-    log.emit("step", **fields, step=100 * generation + 1)
+    log.emit("worker-start", **fields, step=100 * generation, world_size=world_size)
+    pid, agent = os.getpid(), int(os.environ["ELASTIC_RESUME_AGENT_PID"])
+    process = WorkerProcess(rank, agent, generation, pid, read_start_ticks(pid), 0, 0)
+    page = ProgressPage(events.parent / PROGRESS_FILE)
+    where = {"generation": generation, "step": 100 * generation, "world_size": world_size}
+    page.start_generation(int(local_rank), **where, worker=process)
+    page.finish_step(int(local_rank), 100 * generation + 1)
     log.emit("restartable", **fields, start_s=20.0, state_bytes=1 << 20)
     link.sendall(b"restartable\n")
     temporary = directory / f"tmp-{os.getpid()}"
