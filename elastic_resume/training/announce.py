@@ -290,10 +290,10 @@ def log_unused_settings(settings: BuiltSettings, rank: int, ranks: int) -> None:
     first_ranks = settings.note_ranks(ranks)
     if (unused := settings.take_unused()) and rank == 0:
         # Said at each loss of a node, it must not send anybody to change a schedule.
-        cause = f" With {ranks} ranks and not {first_ranks}, len(loader) differs, and what follows from it."
+        now = f" The job had {first_ranks} ranks then and has {ranks} now: len(loader) explains a schedule."
         more = f" and {len(unused) - MAX_SETTINGS} more" if len(unused) > MAX_SETTINGS else ""
         logger.info(
             "the script builds other settings than at the first start, and the checkpoint's are used: not "
             f"{', '.join(unused[:MAX_SETTINGS])}{more}. To change one, set it in a hook of run.on_resume."
-            f"{cause if ranks != first_ranks else ''}"
+            f"{now if ranks != first_ranks else ''}"
         )

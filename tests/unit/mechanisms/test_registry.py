@@ -46,7 +46,7 @@ def test_agent_has_no_part_of_a_mechanism_without_its_setting(
 
 
 def test_fork_server_imports_what_each_worker_imports() -> None:
-    """Each restart would import these in every worker, which took a third of its `er.resume`."""
+    """Else each worker would import them anew after a restart, within `er.resume`."""
     names = [name.removeprefix("elastic_resume.mechanisms.") for name in registry.WORKER_MODULES]
     assert {"curves.recorder", "curves.notes", "preemption.boundaries", "slow_ranks.own_time"} <= {*names}
     assert not [name for name in names if name.startswith("archive.")], "its part is the agent's"
