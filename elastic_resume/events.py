@@ -211,8 +211,8 @@ class EventLog:
             self._descriptor = -1
 
 
-def read(path: Path, offset: int = 0) -> Iterator[Event]:
-    """Yield the events of one file from byte ``offset``, in the order of appending.
+def read(path: Path) -> Iterator[Event]:
+    """Yield the events of one file, in the order of appending.
 
     Lines that are not a JSON object with a kind and a time are skipped. A missing file has no events.
 
@@ -222,7 +222,6 @@ def read(path: Path, offset: int = 0) -> Iterator[Event]:
     """
     try:
         with open(path, "rb") as file:
-            file.seek(offset)
             for line in file:
                 event = parse_complete_line(line)
                 if event is not None:
