@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import constants
+from elastic_resume import constants, grace
 from elastic_resume.capture.direct_write import DirectWriter
 from elastic_resume.capture.slot_access import PEER_TIMEOUT_S
 from elastic_resume.capture.snapshotter import Snapshotter
@@ -30,6 +30,7 @@ from elastic_resume.mechanisms.mechanism import ReadingCosts
 from elastic_resume.mechanisms.registry import READERS
 from elastic_resume.policy import checkpoint_interval
 from elastic_resume.policy.checkpoint_interval import SaveCost, StepBoundary, decide_actions
+from elastic_resume.policy.restart import may_drained_worker_end
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
@@ -116,7 +117,7 @@ class SnapshotScheduler:
         self._last_commit_at = time.monotonic()
         self._commit_stall_s: float | None = None  # what the last commit cost the training thread
         # Mechanisms of an agent read snapshots, to compare them with those of other nodes.
-        self._may_be_read = constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
+        self._has_peers = constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
         version = (plan.source_generation, plan.step)
         # State loaded from memory or a peer does not verify a checkpoint on this disk.
         trusted_version = version if plan.kind == "resumed" and checkpoint_step >= 0 else None
@@ -198,6 +199,7 @@ class SnapshotScheduler:
             is_epoch_over=is_epoch_over,
             is_sharded=self.is_sharded,
             is_drained=is_drained,
+            is_end_planned=self._is_end_planned(),
         )
         actions = decide_actions(boundary)
         if boundary.is_expected and not actions.takes_snapshot:
@@ -228,6 +230,25 @@ class SnapshotScheduler:
         if actions.is_read and self.snapshotter.has_snapshot(position):
             generation = rank_context.assigned_generation() or self._generation
             client.send("offer", snapshot_id=self.snapshotter.snapshot_id, generation=generation)
+
+    def _is_end_planned(self) -> bool:
+        """Return whether the view is to end, so that every step is to have a snapshot."""
+        return self._has_peers and self._slot_client.control_block.get("planned_end_ms") > 0
+
+    def may_end(self, requested_at: float) -> bool:
+        """Return whether a drained worker may end at this step boundary.
+
+        If there is time, it first trains on until the other nodes take a snapshot of each step. The drain was
+        requested at ``requested_at`` of the monotonic clock.
+        """
+        until_ms = self._slot_client.control_block.get("planned_end_ms")
+        return not self._has_peers or may_drained_worker_end(
+            time.monotonic(),
+            requested_at,
+            announced_at=until_ms / 1000 if until_ms else None,
+            left_s=grace.find_left_s(requested_at) or 0.0,
+            step_s=self.meter.step_s or 0.0,
+        )
 
     def _announce(self, step: int | None) -> None:
         """Tell the other local ranks the step of the next snapshot."""
@@ -363,7 +384,7 @@ class SnapshotScheduler:
 
     def _is_reading_due(self, step: int) -> bool:
         """Return whether a mechanism reads a snapshot of this step, which is the same on all nodes."""
-        if not self._may_be_read:
+        if not self._has_peers:
             return False
         meter, settings = self.meter, vars(self._context.settings)
         snapshot_s = meter.snapshot_cost_s and meter.snapshot_cost_s * meter.cpu_count
@@ -373,7 +394,7 @@ class SnapshotScheduler:
 
     def _next_snapshot_step(self, step: int) -> int:
         every = self._context.settings.snapshot_every
-        if self.snapshotter.problem:
+        if self.snapshotter.problem or self._is_end_planned():
             return step + 1
         gap = checkpoint_interval.snapshot_interval_steps(
             every, step_s=self.meter.step_s, cost_s=self.meter.snapshot_cost_s, mtbf_s=self._mtbf_s

@@ -221,7 +221,8 @@ class StepBoundary:
 
     ``announced_step`` is the step at which all local ranks expect the next snapshot; None if there is to be
     none. ``slot_count`` is the number of slots that fit into the node's memory. ``is_sharded``: no
-    local rank can take a snapshot alone, since each holds other shards of the state.
+    local rank can take a snapshot alone, since each holds other shards of the state. ``is_end_planned``: the
+    view is to end soon, so each step is to have a snapshot.
     """
 
     step: int
@@ -233,6 +234,7 @@ class StepBoundary:
     is_epoch_over: bool = False
     is_sharded: bool = False
     is_drained: bool = False
+    is_end_planned: bool = False
 
     @property
     def takes_snapshots(self) -> bool:
@@ -283,7 +285,12 @@ def decide_actions(boundary: StepBoundary) -> BoundaryActions:
     is_possible = is_expected or not boundary.is_sharded
     is_snapshot_due = is_read = False
     if boundary.takes_snapshots:
-        is_snapshot_due = is_expected or boundary.is_epoch_over or boundary.announced_step is None
+        is_snapshot_due = (
+            is_expected
+            or boundary.is_epoch_over
+            or boundary.is_end_planned
+            or boundary.announced_step is None
+        )
         is_read = boundary.is_reading_due and is_possible and not boundary.is_epoch_over
     if not (is_snapshot_due or commits or is_read or boundary.is_drained):
         return BoundaryActions()

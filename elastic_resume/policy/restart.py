@@ -475,6 +475,9 @@ def _step_or_none(event: Event) -> int | None:
 # ---- the end of an agent --------------------------------------------------------------------------------
 
 # Time to deliver signals and to take leave of the leader.
+DRAIN_STEPS = 2  # a drained worker trains on only if so many steps fit into its grace
+DRAIN_RESERVE_S = 1.0  # what it needs to keep its state, beside the time of a step
+MAX_UNANNOUNCED_S = 0.5  # until its agent has announced the drain
 SIGNAL_SLACK_S = 5.0
 
 
@@ -519,3 +522,23 @@ def drain_margin_s(grace_s: float, commit_s: float, time_to_limit_s: float) -> f
     while commit < min(2 * commit_s, 3600.0):  # twice: at the end all nodes may write to one disk
         commit *= 2
     return min(grace_s + commit + SIGNAL_SLACK_S, max(0.0, time_to_limit_s) // 2)
+
+
+def may_drained_worker_end(
+    now: float, requested_at: float, *, announced_at: float | None, left_s: float, step_s: float
+) -> bool:
+    """Return whether a worker of a drained node ends at this step boundary, or trains on.
+
+    It trains on until the other nodes take a snapshot of each step: its last step then costs nobody anything.
+    Times are of one monotonic clock.
+
+    Args:
+        now: the time.
+        requested_at: when the worker was asked to end.
+        announced_at: when all nodes know of the drain; None: the agent has not announced it yet.
+        left_s: the rest of the grace.
+        step_s: time of a step; 0 if it is unknown.
+    """
+    if left_s < DRAIN_STEPS * step_s + DRAIN_RESERVE_S:
+        return True
+    return now >= (requested_at + MAX_UNANNOUNCED_S if announced_at is None else announced_at)

@@ -77,6 +77,9 @@ class Judge:
     def start_view(self, generation: int, members: tuple[str, ...]) -> None:
         """Note the view of a job's judge, or that none runs: then there are no members."""
 
+    def expect_newcomers(self, *, are_expected: bool) -> None:
+        """Note that the view will end soon because newcomers join, or that it will not."""
+
     def remove(self, node: str) -> None:
         """Forget a node that is lost."""
 
@@ -166,6 +169,12 @@ class FactBoard:
         self.is_due = True
         for judge in self._judges.values():
             judge.start_view(0, ())
+
+    def expect_newcomers(self, *, are_expected: bool) -> None:
+        """Note that the view will end soon because newcomers join, or that it will not."""
+        for judge in self._judges.values():
+            judge.expect_newcomers(are_expected=are_expected)
+        self.is_due = True
 
     def remove(self, node: str) -> None:
         """Forget a node that is lost."""

@@ -13,8 +13,8 @@ page of aligned 8-byte words. A *snapshot id* is one word made of generation and
 
 Each word has one writing process (`shared_page`), so no store is lost:
 
-    agent          serial, capacity, pinned, soft_pinned, committed of each slot; commit_step; costs of
-                   commits and readers
+    agent          serial, capacity, pinned, soft_pinned, committed of each slot; commit_step;
+                   planned_end_ms; costs of commits and readers
     local leader   all other words of each slot; decided_id, next_snapshot_step, replayed_id
     local rank r   copied[r] of each slot, copying[r]; any of them sets copies_at_once, to 1 only
 
@@ -81,7 +81,7 @@ _MAX_GENERATION = 1 << 22  # so an id leaves bit 63 to the flags
 _HEADER_WORDS = 16
 _HEADER_FIELDS = (
     *("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "read_cpu_us"),
-    *("copies_at_once", "replayed_id", "commit_step"),
+    *("copies_at_once", "replayed_id", "commit_step", "planned_end_ms"),
 )
 _SLOT_FIELDS = (
     "serial", "capacity", "pinned", "soft_pinned", "committed",
@@ -221,6 +221,8 @@ class ControlBlock:
         have none. ``copies_at_once`` is 1 if the script has changed state that was being copied.
         ``replayed_id``: the newest snapshot whose steps a generation has begun to compute again (`proof`).
         ``commit_step``: a step that all nodes commit, since a mechanism needs the same one of them; or 0.
+        ``planned_end_ms``: 0 unless the view is to end. Then each step is to have a snapshot, and a drained
+        worker may end from this time of the monotonic clock on.
         """
         return int(self._words[_HEADER_FIELDS.index(name)])
 

@@ -413,7 +413,11 @@ class Generation:
 
     def _must_end(self) -> bool:
         request = self.drain_request
-        return request.requested and all(each.may_end(request.requested_at) for each in self._observers)
+        return (
+            request.requested
+            and self.snapshot_scheduler.may_end(request.requested_at)
+            and all(each.may_end(request.requested_at) for each in self._observers)
+        )
 
     # ---- notices -------------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ MECHANISM_WORDS = {
     "gpu_health": (r"gpu[-_ ]?health|gpu[-_ ]?monitor", set()),
     "hangs": (r"hang[-_ ]?(detect|timeout|report)|stack[-_ ]?dump", {"training/run.py"}),
     "on_event": (r"\bon[-_]event\b|notifier", {"launching/launcher.py"}),
+    "planned_ends": (r"end[-_ ]?announcer|planned[-_ ]ends", set()),
     "preemption": (r"preempt(?!ed)|notice[-_ ]?watcher", {"__init__.py", "training/run.py"}),
     "replicas": (r"digester|replicas-differ", set()),
     "slow_ranks": (r"\bslow[-_ ]?rank|straggler", set()),

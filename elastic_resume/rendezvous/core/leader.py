@@ -60,6 +60,8 @@ class Leader(Role):
         self.discovery = LeaderAnnouncer(state, self.peers, self.make_announcement)
         self.heartbeat = messages.Heartbeat(tuple(self.board.verdicts.values()))
         """Shared by all followers, so that it is encoded once."""
+        self.are_newcomers_expected = False
+        """The judges know that the active view will end soon for newcomers."""
         self.admission = Admission(state, self.peers)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
@@ -381,6 +383,7 @@ class Leader(Role):
             self._remove_unreachable_peers()
             self._add_facts(state.incarnation, state.outbox.take())
             self.board.is_due = True
+        self._expect_newcomers()
         if self.board.is_due:
             self._judge_facts()
         self._probe_disconnected()
@@ -396,6 +399,14 @@ class Leader(Role):
             if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.active_view):
                 state.backoff.note_newcomers(state.now)
                 self.end_view(ViewEnd.NEWCOMERS)
+
+    def _expect_newcomers(self) -> None:
+        """Let the judges know when the active view will end for newcomers within a scale-up delay."""
+        is_near = self.state.now >= self.view_change.scale_up_at - self.state.settings.scale_up_delay_s
+        are_expected = self.active_view is not None and is_near
+        if are_expected is not self.are_newcomers_expected:
+            self.are_newcomers_expected = are_expected
+            self.board.expect_newcomers(are_expected=are_expected)
 
     def _add_facts(self, node: Incarnation, facts: tuple[Fact, ...]) -> None:
         self.board.add(node.node, facts, self.state.now, is_member=self._runs_on(node))
@@ -531,6 +542,7 @@ class Leader(Role):
         self.active_view, state.started_generation = view, view.generation
         state.backoff.note_start(state.now, start.newest_step)
         self.view_change.scale_up_at = float("inf")
+        self.are_newcomers_expected = False
         self.board.start_view(view.generation, tuple(member.node for member in view.members))
         members = frozenset(view.members)
         for peer in self.peers:
@@ -638,7 +650,8 @@ class Leader(Role):
         if self.peers.disconnected:
             deadlines.append(self.next_probe_at)
         if self.active_view:
-            deadlines.append(self.view_change.scale_up_at)
+            delay_s = 0.0 if self.are_newcomers_expected else state.settings.scale_up_delay_s
+            deadlines.append(self.view_change.scale_up_at - delay_s)
         else:
             deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]
         return min(deadlines)

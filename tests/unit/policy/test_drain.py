@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_resume.policy.restart import AgentEnd, decide_exit_code, drain_margin_s
+from elastic_resume.policy.restart import (
+    AgentEnd,
+    decide_exit_code,
+    drain_margin_s,
+    may_drained_worker_end,
+)
 
 
 @pytest.mark.parametrize("code", [0, 1, 75, 130, 143])
@@ -36,3 +41,25 @@ def test_only_node_that_leaves_others_ends_as_if_done(
 def test_drain_margin_covers_commit(grace_s: float, commit_s: float, life_s: float, expected: float) -> None:
     """The margin has steps, so nodes with similar commits drain together."""
     assert drain_margin_s(grace_s, commit_s, life_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "announced_at", "left_s", "step_s", "expected"),
+    [
+        (0.1, 100.6, 5.0, 0.1, False),
+        (0.6, 100.6, 5.0, 0.1, True),
+        (0.1, 99.0, 5.0, 0.1, True),  # newcomers were expected, so all nodes know already
+        (0.1, None, 5.0, 0.1, False),
+        (0.5, None, 5.0, 0.1, True),  # without an announcement nobody waits for long
+        (0.1, 100.6, 5.0, 2.1, True),  # another step might not fit into the grace
+        (0.1, 100.6, 5.0, 1.9, False),
+        (0.1, 100.6, 0.9, 0.0, True),
+    ],
+)
+def test_drained_worker_trains_on_until_all_nodes_know(
+    waited_s: float, announced_at: float | None, left_s: float, step_s: float, expected: bool
+) -> None:
+    """The drain was requested at 100."""
+    now = 100.0 + waited_s
+    found = may_drained_worker_end(now, 100.0, announced_at=announced_at, left_s=left_s, step_s=step_s)
+    assert found is expected

@@ -50,6 +50,11 @@ COMMIT_ONLY = BoundaryActions(takes_snapshot=True, commits=True, leader_only=Tru
         (5, 1, SHARDED | {"is_commit_due": True}, BoundaryActions(True, True)),
         (5, 1, SHARDED, NOTHING),
         (None, 0, SHARDED | {"is_commit_due": True}, BoundaryActions(writes_directly=True)),
+        (6, 3, {"is_end_planned": True}, ALONE),
+        (5, 3, {"is_end_planned": True}, SNAPSHOT),
+        (6, 3, SHARDED | {"is_end_planned": True}, NEXT_STEP),
+        (6, 1, {"is_end_planned": True}, NOTHING),
+        (6, 3, {"is_end_planned": True, "snapshots_off": True}, NOTHING),
     ],
 )
 def test_actions_follow_from_what_is_due_and_what_fits(

@@ -44,6 +44,10 @@ class Recorder(Judge):
         """Keep the name."""
         self.heard.append((node, "lost"))
 
+    def expect_newcomers(self, *, are_expected: bool) -> None:
+        """Keep what is expected."""
+        self.heard.append(("newcomers", str(are_expected)))
+
     def judge(self, now: float) -> Judgment:
         """Return what the test has set."""
         del now
@@ -123,6 +127,26 @@ def test_judge_learns_that_a_node_is_lost(job: Scenario) -> None:
     send(job, "s", "spare")
     job.play("kill s; run 8")
     assert ("s", "lost") in Recorder.heard
+
+
+@pytest.mark.parametrize("do_join", [True, False])
+def test_judge_learns_of_newcomers_before_the_view_ends_for_them(do_join: bool) -> None:
+    """If they die before, the view goes on."""
+    job = Scenario("nodes=a,b,c candidates=a nnodes=1:3")
+    for node in job.nodes.values():
+        node.topics = (Topic("t", Recorder),)
+    job.play("start a b; run 6; start c; run 0.7")
+    agent = job.nodes["a"].agent
+    assert agent
+    assert isinstance(agent.role, Leader)
+    assert Recorder.heard == [("newcomers", "True")]
+    assert agent.role.active_view
+    assert len(agent.role.active_view.members) == 2
+    assert find_verdicts(job)["b"] == "1"
+    job.play("run 2" if do_join else "kill c; run 2")
+    assert agent.role.active_view
+    assert len(agent.role.active_view.members) == (3 if do_join else 2)
+    assert (("newcomers", "False") in Recorder.heard) is not do_join
 
 
 def test_scope_names_members_in_rank_order(job: Scenario) -> None:

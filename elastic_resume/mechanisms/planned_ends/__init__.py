@@ -1,0 +1,17 @@
+"""Let all nodes take a snapshot of each step before a planned end of the view, so that it costs no step.
+
+A view ends as planned when a node is drained, or when newcomers join. `announcer` tells the leader that its
+node is drained, and hands the leader's verdict to the workers. `judge` passes it on to all nodes. A drained
+node trains on meanwhile, for two heartbeats: its last step is one of which the others have a snapshot too.
+Without that time, or without a leader, it leaves at once, and the others go on from their newest snapshot.
+"""
+
+from __future__ import annotations
+
+from elastic_resume.mechanisms.mechanism import Mechanism, lazily
+from elastic_resume.mechanisms.planned_ends.judge import PLANNED_ENDS
+
+PLANNED_ENDS_MECHANISM = Mechanism(
+    topic=PLANNED_ENDS,
+    make_agent_part=lazily("planned_ends.announcer", "EndAnnouncer"),
+)
