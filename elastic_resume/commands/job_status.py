@@ -25,6 +25,7 @@ from elastic_resume import constants
 from elastic_resume.commands.run_directory import default_ckpt_dir
 from elastic_resume.errors import ConfigError, RendezvousLostError, UsageError
 from elastic_resume.mechanisms.registry import STATUS_MEMBERS
+from elastic_resume.policy.failure_classification import PREEMPTED
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import parse_endpoints
 from elastic_resume.rendezvous.net.protocol import ProtocolError, derive_status_key, load_token
@@ -63,7 +64,6 @@ _INCIDENT_NAMES = {
     "gpu": "GPU errors",
     "stuck": "processes that cannot be killed",
     "node-lost": "lost nodes",
-    "preempted": "preempted nodes",
     "network": "unreachable nodes",
     "job": "all nodes at once",
     "unknown": "unknown causes",
@@ -155,13 +155,18 @@ def _format_saved_state(step: int | None, age_s: float | None) -> str:
 def _format_incidents(status: Mapping[str, Any]) -> list[str]:
     totals = status["totals"]
     by_kind = sorted(totals["incidents"].items())
-    count = sum(totals["incidents"].values())
-    if not count:
-        return ["no failures"]
+    drained = totals["incidents"].get(PREEMPTED, 0)
+    count = sum(number for _, number in by_kind) - drained
+    if not (count or drained):
+        return ["no failures since this start"]
+    by_kind = [(kind, number) for kind, number in by_kind if kind != PREEMPTED]
     names = {kind: _INCIDENT_NAMES.get(kind, kind) for kind, _ in by_kind}
     kinds = ", ".join(f"{names[kind]}: {number}" for kind, number in by_kind)
     if len(by_kind) == 1:
         kinds = names[by_kind[0][0]]
+    failures = f"{format_count(count, 'failure')} ({kinds})" if count else "no failures"
+    if drained:
+        failures += f", {format_count(drained, 'drained node')}"
     steps = format_count(totals["recomputed_steps"], "step")
     rows = [
         (
@@ -174,7 +179,7 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
         for incident in status["incidents"][-MAX_INCIDENTS:]
     ]
     return [
-        *wrap_text(f"{format_count(count, 'failure')} ({kinds}), {steps} recomputed"),
+        *wrap_text(f"{failures}, {steps} recomputed"),
         *format_table(_INCIDENT_COLUMNS, rows, right_aligned=(1, 3), shrinkable=2),
     ]
 

@@ -51,7 +51,7 @@ class Alert:
 
 def find_alerts(timeline: EventTimeline, generations: Iterable[GenerationRow]) -> tuple[Alert, ...]:
     """Find all alerts of a run, by the time of their first event."""
-    root_nodes = {row.number: row.end.node for row in generations if row.end.is_failure}
+    root_nodes = {row.number: row.end.node for row in generations if row.end.is_incident}
     found: list[tuple[Alert, str]] = []  # with what tells different problems of a kind apart
     for kind, (severity, describe) in _DESCRIPTIONS.items():
         for event in timeline.select(kind):
@@ -78,7 +78,7 @@ def summarize_event(event: Event) -> EventSummary | None:
         return None
     if parsed.kind == "verdict":
         end = describe_verdict(parsed)
-        return EventSummary(end.is_failure, end.text)
+        return EventSummary(end.is_incident, end.text)
     severity, describe = _DESCRIPTIONS.get(parsed.kind, (NOTE, lambda _: ""))
     text = describe(parsed)
     return EventSummary(severity == BAD and not _is_note(parsed), text) if text else None

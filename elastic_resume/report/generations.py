@@ -58,7 +58,7 @@ RECOVERY_BUCKETS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 class GenerationEnd:
     """Why a generation ended.
 
-    ``kind`` is one of `INCIDENT_KINDS` for a failure. Else it is stopped (the whole job was stopped on
+    ``kind`` is one of `INCIDENT_KINDS` for an incident. Else it is stopped (the whole job was stopped on
     request), joined (nodes joined), not-proved (the workers went back to a kept state), finished, or open (it
     runs, or was killed as a whole). ``node`` and ``rank`` name the root cause.
     """
@@ -73,9 +73,14 @@ class GenerationEnd:
     """That of the root cause's exception."""
 
     @property
-    def is_failure(self) -> bool:
-        """Whether this end counts as an incident."""
+    def is_incident(self) -> bool:
+        """Whether something other than the job itself ended the generation."""
         return self.kind in INCIDENT_KINDS
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether this end is an incident that nobody asked for."""
+        return self.is_incident and self.kind != PREEMPTED
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class GenerationRow:
     @property
     def failure_recovery_s(self) -> float | None:
         """The recovery after a failure; None if nodes joined or somebody asked for the stop."""
-        return self.recovery_s if self.end.is_failure and self.end.kind != PREEMPTED else None
+        return self.recovery_s if self.end.is_failure else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +350,7 @@ class GenerationTracker:
                 generation.end.rank,
             )
             for generation in islice(self.generations(), max(0, len(self._records) - 1))
-            if generation.end.is_failure
+            if generation.end.is_incident
         ]
 
     def totals(self) -> IncidentTotals:
@@ -603,6 +608,7 @@ class RunHistory:
 
     generations: tuple[GenerationRow, ...]
     num_incidents: int
+    num_failures: int  # the incidents but those of nodes that were asked to leave
     recomputed_steps: int
     last_step: int | None
     outcome: str  # finished, failed, stopped, open, or empty
@@ -625,7 +631,8 @@ def build_history(timeline: EventTimeline) -> RunHistory:
     lasts = [row.last_step for row in rows if row.last_step is not None]
     return RunHistory(
         generations=rows,
-        num_incidents=sum(row.end.is_failure for row in rows),
+        num_incidents=sum(row.end.is_incident for row in rows),
+        num_failures=sum(row.end.is_failure for row in rows),
         recomputed_steps=sum(row.recomputed_steps or 0 for row in rows),
         last_step=lasts[-1] if lasts else None,
         outcome=outcome,
@@ -640,7 +647,7 @@ def _determine_outcome(timeline: EventTimeline, rows: Sequence[GenerationRow]) -
         return "finished", ""
     agent_events = timeline.select("agent-start", "generation-start", "agent-end")
     if not agent_events:
-        is_failed = bool(rows) and rows[-1].end.is_failure  # without agents nothing starts the workers again
+        is_failed = bool(rows) and rows[-1].end.is_incident  # without agents nothing starts the workers again
         return ("failed", rows[-1].end.text) if is_failed else ("open" if rows else "", "")
     if agent_events[-1].kind != "agent-end":
         return "open", ""

@@ -257,7 +257,7 @@ def measure_downtimes(
     first_steps.append((len(generation_times), max((item.end_t for item in slices), default=0.0)))
     ends = [item.end_t for item in slices]
     for (first, start_t), (following, end_t) in pairwise(first_steps):
-        failed = [row for row in history.generations[first:following] if row.end.is_failure]
+        failed = [row for row in history.generations[first:following] if row.end.is_incident]
         if not failed:
             continue
         total_s = 0.0

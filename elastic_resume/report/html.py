@@ -150,7 +150,7 @@ def _run_state(report: RunReport) -> tuple[str, str]:
         return OUTCOME_LABELS.get(report.history.outcome, ("other", "not started"))
     if report.history.wait is not None:
         return "bad", "waiting"
-    if rows[-1].end.is_failure:
+    if rows[-1].end.is_incident:
         return "bad", "down"
     is_silent = report.silent_s is not None and report.silent_s > MAX_SILENCE_S
     return "other", "silent" if is_silent else "running?"
@@ -162,7 +162,7 @@ def _summary_tiles(report: RunReport) -> list[tuple[str, str]]:
     return [
         ("-" if share is None else format_percent(share), "goodput"),
         ("-" if history.last_step is None else f"{history.last_step:,}", "step"),
-        (f"{history.num_incidents:,}", "failure" if history.num_incidents == 1 else "failures"),
+        (f"{history.num_failures:,}", "failure" if history.num_failures == 1 else "failures"),
         (
             f"{history.recomputed_steps:,}",
             "recomputed step" if history.recomputed_steps == 1 else "recomputed steps",
@@ -329,7 +329,7 @@ def _marks_by_node(report: RunReport) -> Mapping[str, list[TimelineMark]]:
     for fault in report.faults:
         marks[fault.node].append(TimelineMark(FAULT, fault.t, f"injected: {fault.text}"))
     for times, row in zip(report.generation_times, report.history.generations, strict=True):
-        if row.end.is_failure and times.detected_t is not None:
+        if row.end.is_incident and times.detected_t is not None:
             text = f"generation {row.number}: {row.end.text}"
             for node in [row.end.node] if row.end.node else row.nodes:
                 marks[node].append(TimelineMark(INCIDENT, times.detected_t, text))
@@ -415,7 +415,7 @@ def _draw_timeline(report: RunReport) -> dict[str, Any] | None:
         "height": AXIS_HEIGHT + WORLD_HEIGHT + lane_height * len(shown) + 6,
         "description": f"{generations} of {format_count(len(lanes), 'node')}"
         f"{chosen if len(shown) < len(lanes) else ''}, "
-        f"{format_count(report.history.num_incidents, 'failure')}, {format_seconds(report.goodput.total_s)}. "
+        f"{format_count(report.history.num_failures, 'failure')}, {format_seconds(report.goodput.total_s)}. "
         "The tables below contain the same.",
         "ticks": scale.ticks(scale.start_t - report.start_t),
         "world": {"bars": scale.bars(spans), "y": AXIS_HEIGHT + 17, "height": 14},

@@ -59,8 +59,8 @@ GOODPUT_LABELS = {
     "waiting": "rendezvous",
 }
 DOWNTIME_NOTE = (
-    "downtime: what failures cost, which is recomputed and interrupted steps and all time until "
-    "the next generation's first step"
+    "downtime: what failures and drained nodes cost, which is recomputed and interrupted steps and all time "
+    "until the next generation's first step"
 )
 MAX_ROWS, MAX_NOTES, MAX_ALERTS, MAX_OTHERS = 40, 40, 20, 4  # limits of the output in a terminal
 MAX_NOTE_CHARS = 600  # limit of one note; --json has all of it
@@ -111,7 +111,7 @@ def _describe_state(history: RunHistory, goodput: Goodput) -> str:
     if not history.generations:
         return "No training yet."
     end = history.generations[-1].end
-    if end.is_failure:
+    if end.is_incident:
         return f"Down{when}, not recovered: {truncate(end.text.rstrip('.'), MAX_MESSAGE_CHARS)}."
     return f"Running, or killed as a whole,{when}."
 
@@ -130,7 +130,9 @@ def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float)
     if not history.num_incidents and history.wait is None:
         return f"No failure{share}."
     steps = format_count(history.recomputed_steps, "step") if history.recomputed_steps else "no step"
-    failures = format_count(history.num_incidents, "failure")
+    failures = format_count(history.num_failures, "failure") if history.num_failures else "No failure"
+    if drained := history.num_incidents - history.num_failures:
+        failures += f", {format_count(drained, 'drained node')}"
     downtime = f", {format_seconds(downtime_s)} downtime" if downtime_s else ""
     return f"{failures}{downtime}, {steps} recomputed{share}."
 
@@ -143,7 +145,7 @@ def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
             "good: end the job, remove rendezvous.json from the node directories, and start it again"
         )
     last = history.generations[-1] if history.generations else None
-    is_failed = history.outcome == "failed" and last is not None and last.end.is_failure
+    is_failed = history.outcome == "failed" and last is not None and last.end.is_incident
     if is_failed and last is not None and not _is_told(last, history):
         hints.append(f"generation {last.number} ended: {last.end.text}")
     if history.outcome == "open" and silent_s is not None and silent_s > MAX_SILENCE_S:

@@ -107,6 +107,22 @@ def test_screen_shows_view_steps_and_incidents() -> None:
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("incidents", "expected"),
+    [
+        ({}, "no failures since this start"),
+        ({"preempted": 1}, "no failures, 1 drained node, 3 steps recomputed"),
+        ({"oom": 1, "preempted": 2}, "1 failure (out of memory), 2 drained nodes, 3 steps recomputed"),
+        ({"oom": 1, "hang": 2}, "3 failures (hangs: 2, out of memory: 1), 3 steps recomputed"),
+    ],
+)
+def test_screen_counts_drained_nodes_apart_from_failures(incidents: dict[str, int], expected: str) -> None:
+    """Somebody asked them to leave."""
+    document = make_document()
+    document["totals"]["incidents"] = incidents
+    assert expected in format_screen(document)
+
+
 def test_screen_shows_which_spares_are_not_ready() -> None:
     """Their workers start; the others go on meanwhile."""
     view = RendezvousStatus(A, True, A, View(3, (A,), A), 3, (B,), preparing=("b",))
