@@ -163,7 +163,7 @@ class RestartLog:
     ) -> None:
         """Log why the last generation ended, unless this node has logged its own failure as the cause.
 
-        Nodes that are ``preparing`` were in it, and join again when their workers stand at `er.resume`.
+        Nodes that are ``preparing`` were in it, and join again when their workers have reached `er.resume`.
         """
         was_wait_logged = self._wait_log.end()
         root_cause = verdict.root_cause

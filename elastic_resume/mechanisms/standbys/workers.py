@@ -126,7 +126,7 @@ class StandbyWorkers(AgentPart):
             logger.warning(describe_failure(*next(iter(failed.items()))))
         elif not self._is_closing:
             logger.info(
-                "all workers of this node stand at er.resume() after %.1f s.", time.monotonic() - started_at
+                "all workers of this node have reached er.resume() after %.1f s.", time.monotonic() - started_at
             )
         self._client.finish_preparation()
 

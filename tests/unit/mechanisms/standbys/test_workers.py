@@ -114,7 +114,7 @@ def test_node_joins_when_all_missing_workers_have_parked(
         "local rank 1 keeps its process; local ranks 0, 2 start before this node joins, which takes about "
         "20 s. Other nodes that are enough train meanwhile."
     )
-    assert caplog.messages[1].startswith("all workers of this node stand at er.resume() after ")
+    assert caplog.messages[1].startswith("all workers of this node have reached er.resume() after ")
     park(0)
     park(2)
     workers.before_join()
