@@ -116,7 +116,7 @@ class SnapshotScheduler:
         self._mtbf_s = _read_mtbf_s()
         self._last_commit_at = time.monotonic()
         self._commit_stall_s: float | None = None  # what the last commit cost the training thread
-        # Mechanisms of an agent read snapshots, to compare them with those of other nodes.
+        self._is_end_known = False  # by all nodes, at the last step boundary of a drained worker
         self._has_peers = constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
         version = (plan.source_generation, plan.step)
         # State loaded from memory or a peer does not verify a checkpoint on this disk.
@@ -238,17 +238,25 @@ class SnapshotScheduler:
     def may_end(self, requested_at: float) -> bool:
         """Return whether a drained worker may end at this step boundary.
 
-        If there is time, it first trains on until the other nodes take a snapshot of each step. The drain was
-        requested at ``requested_at`` of the monotonic clock.
+        If there is time, it first trains on until the other nodes take a snapshot of each step. With a
+        sharded model they begin at one boundary, and take the first one at the next. The drain was requested
+        at ``requested_at`` of the monotonic clock.
         """
+        is_off = self._context.settings.snapshot_every.is_off or self._slot_client.slot_count < 2
+        if is_off or not self._has_peers:
+            return True
         until_ms = self._slot_client.control_block.get("planned_end_ms")
-        return not self._has_peers or may_drained_worker_end(
+        is_known = may_drained_worker_end(
             time.monotonic(),
             requested_at,
             announced_at=until_ms / 1000 if until_ms else None,
             left_s=grace.find_left_s(requested_at) or 0.0,
             step_s=self.meter.step_s or 0.0,
+            snapshot_s=self.meter.snapshot_cost_s or 0.0,
+            boundaries=2 if self.is_sharded else 1,
         )
+        was_known, self._is_end_known = self._is_end_known, is_known
+        return is_known and (was_known or not self.is_sharded)
 
     def _announce(self, step: int | None) -> None:
         """Tell the other local ranks the step of the next snapshot."""

@@ -166,7 +166,7 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
         kinds = names[by_kind[0][0]]
     failures = f"{format_count(count, 'failure')} ({kinds})" if count else "no failures"
     if drained:
-        failures += f", {format_count(drained, 'drained node')}"
+        failures += f", {format_count(drained, 'drain')}"
     steps = format_count(totals["recomputed_steps"], "step")
     rows = [
         (

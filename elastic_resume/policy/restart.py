@@ -475,10 +475,9 @@ def _step_or_none(event: Event) -> int | None:
 # ---- the end of an agent --------------------------------------------------------------------------------
 
 # Time to deliver signals and to take leave of the leader.
-DRAIN_STEPS = 2  # a drained worker trains on only if so many steps fit into its grace
-DRAIN_RESERVE_S = 1.0  # what it needs to keep its state, beside the time of a step
-MAX_UNANNOUNCED_S = 0.5  # until its agent has announced the drain
 SIGNAL_SLACK_S = 5.0
+DRAIN_RESERVE_S = 1.0  # what a drained worker needs to end, beside steps and snapshots
+MAX_UNANNOUNCED_S = 0.5  # until its agent has announced the drain
 
 
 class AgentEnd(Enum):
@@ -525,7 +524,14 @@ def drain_margin_s(grace_s: float, commit_s: float, time_to_limit_s: float) -> f
 
 
 def may_drained_worker_end(
-    now: float, requested_at: float, *, announced_at: float | None, left_s: float, step_s: float
+    now: float,
+    requested_at: float,
+    *,
+    announced_at: float | None,
+    left_s: float,
+    step_s: float,
+    snapshot_s: float = 0.0,
+    boundaries: int = 1,
 ) -> bool:
     """Return whether a worker of a drained node ends at this step boundary, or trains on.
 
@@ -538,7 +544,11 @@ def may_drained_worker_end(
         announced_at: when all nodes know of the drain; None: the agent has not announced it yet.
         left_s: the rest of the grace.
         step_s: time of a step; 0 if it is unknown.
+        snapshot_s: what a snapshot costs, of which one more is taken.
+        boundaries: how many further step boundaries it needs.
     """
-    if left_s < DRAIN_STEPS * step_s + DRAIN_RESERVE_S:
+    until = requested_at + MAX_UNANNOUNCED_S if announced_at is None else announced_at
+    if now >= until:
         return True
-    return now >= (requested_at + MAX_UNANNOUNCED_S if announced_at is None else announced_at)
+    reserve_s = DRAIN_RESERVE_S + 2 * snapshot_s
+    return left_s < until - now + boundaries * step_s + reserve_s

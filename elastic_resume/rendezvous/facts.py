@@ -48,6 +48,8 @@ class Judgment:
     """End the running view."""
     apart: frozenset[frozenset[str]] = frozenset()
     """Pairs of nodes of which no view may have both."""
+    delays_newcomers: bool = False
+    """Do not end the running view for newcomers yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Judge:
     def start_view(self, generation: int, members: tuple[str, ...]) -> None:
         """Note the view of a job's judge, or that none runs: then there are no members."""
 
-    def expect_newcomers(self, *, are_expected: bool) -> None:
+    def expect_newcomers(self, now: float, *, are_expected: bool) -> None:
         """Note that the view will end soon because newcomers join, or that it will not."""
 
     def remove(self, node: str) -> None:
@@ -144,6 +146,7 @@ class FactBoard:
         self.is_due = False
         """There are new facts, or it is time to look again."""
         self.apart: frozenset[frozenset[str]] = frozenset()
+        self.delays_newcomers = False
         self.verdicts: dict[str, Fact] = {}
         """The newest verdict of each topic that has one. Replaced by another dictionary when one changes."""
         for name in known.keys() & {name for name, topic in self._topics.items() if topic.is_of_job}:
@@ -170,10 +173,10 @@ class FactBoard:
         for judge in self._judges.values():
             judge.start_view(0, ())
 
-    def expect_newcomers(self, *, are_expected: bool) -> None:
+    def expect_newcomers(self, now: float, *, are_expected: bool) -> None:
         """Note that the view will end soon because newcomers join, or that it will not."""
         for judge in self._judges.values():
-            judge.expect_newcomers(are_expected=are_expected)
+            judge.expect_newcomers(now, are_expected=are_expected)
         self.is_due = True
 
     def remove(self, node: str) -> None:
@@ -208,5 +211,6 @@ class FactBoard:
         }
         if verdicts != self.verdicts:
             self.verdicts = verdicts
+        self.delays_newcomers = any(verdict.delays_newcomers for verdict in found.values())
         self.apart = frozenset[frozenset[str]]().union(*(verdict.apart for verdict in found.values()))
         return list(found.values())

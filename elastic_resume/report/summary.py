@@ -59,7 +59,7 @@ GOODPUT_LABELS = {
     "waiting": "rendezvous",
 }
 DOWNTIME_NOTE = (
-    "downtime: what failures and drained nodes cost, which is recomputed and interrupted steps and all time "
+    "downtime: what failures and drains cost, which is recomputed and interrupted steps and all time "
     "until the next generation's first step"
 )
 MAX_ROWS, MAX_NOTES, MAX_ALERTS, MAX_OTHERS = 40, 40, 20, 4  # limits of the output in a terminal
@@ -132,7 +132,7 @@ def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float)
     steps = format_count(history.recomputed_steps, "step") if history.recomputed_steps else "no step"
     failures = format_count(history.num_failures, "failure") if history.num_failures else "No failure"
     if drained := history.num_incidents - history.num_failures:
-        failures += f", {format_count(drained, 'drained node')}"
+        failures += f", {format_count(drained, 'drain')}"
     downtime = f", {format_seconds(downtime_s)} downtime" if downtime_s else ""
     return f"{failures}{downtime}, {steps} recomputed{share}."
 

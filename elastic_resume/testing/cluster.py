@@ -358,7 +358,7 @@ class Cluster:
         return [
             Recovery(following.number, row.end.text, row.recovery_s, row.recomputed_steps)
             for row, following in itertools.pairwise(rows)
-            if row.end.is_failure
+            if row.end.is_incident
         ]
 
     def report_text(self) -> str:

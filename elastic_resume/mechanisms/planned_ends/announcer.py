@@ -8,20 +8,27 @@ from collections.abc import Mapping
 
 from elastic_resume.background import BackgroundThread
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, encode_body
-from elastic_resume.mechanisms.planned_ends.judge import PLANNED_ENDS, PlannedEnd
+from elastic_resume.mechanisms.planned_ends.judge import (
+    ANNOUNCEMENT_NODE_TIMEOUTS,
+    PLANNED_ENDS,
+    EndReport,
+)
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.facts import Fact
+from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, read_own_records
+from elastic_resume.slots.slot_memory import decode_snapshot_id, list_complete
 
-ANNOUNCEMENT_NODE_TIMEOUTS = 0.2
-"""Two heartbeats: a fact is sent at once, and each node gets the verdict in the answer to its next one."""
 VERDICT_WAIT_S = 0.5
+PREPARATION_POLL_S = 0.02
 
 
 class EndAnnouncer(AgentPart):
     """The part of one agent. It stores `planned_end_ms` of the control block for the workers."""
 
     def __init__(self, context: AgentContext) -> None:
+        self._node_dir = context.node_dir
+        self._takes_snapshots = not context.settings["snapshot_every"].is_off
         self._control_block = context.committer.slot_pool.control_block
         self._announcement_s = ANNOUNCEMENT_NODE_TIMEOUTS * context.node_timeout_s
         self._client: RendezvousClient | None = None
@@ -30,8 +37,9 @@ class EndAnnouncer(AgentPart):
         self._has_peers = False
         self._is_drained = self._is_closed = False
         self._until_ms = 0
+        self._report = self._sent = EndReport()
         self._verdicts: Mapping[str, Fact] = {}
-        self._thread = BackgroundThread("planned-ends", self._wait_for_verdict)
+        self._thread = BackgroundThread("planned-ends", self._work)
 
     def start(self, client: RendezvousClient) -> None:
         """Begin to wait for verdicts."""
@@ -39,24 +47,21 @@ class EndAnnouncer(AgentPart):
         self._thread.start()
 
     def begin_generation(self, view: StartWorkers) -> None:
-        """Forget the end of the view before."""
+        """Forget the end of the view before. A drain that is under way is announced again."""
         with self._lock:
             self._generation, self._has_peers = view.generation, len(view.members) > 1
-            self._is_drained = False
             self._store(0)
+            self._report = self._sent = EndReport()
+            if self._is_drained:
+                self._announce_drain()
 
     def begin_stop(self, cause: str) -> None:
         """Announce the drain, and let the workers train on until all nodes know of it."""
         del cause
         with self._lock:
-            if self._client is None or self._is_drained:
-                return
-            self._is_drained = True
-            if not self._until_ms:  # else all nodes know already
-                self._store_in(self._announcement_s if self._has_peers else 0.0)
-            if self._has_peers:
-                body = encode_body(PlannedEnd(is_planned=True))
-                self._client.send_fact(PLANNED_ENDS.name, self._generation, body)
+            if not self._is_drained:
+                self._is_drained = True
+                self._announce_drain()
 
     def close(self) -> None:
         """End the thread. The committer unmaps the control block later."""
@@ -64,24 +69,55 @@ class EndAnnouncer(AgentPart):
         with self._lock:
             self._is_closed = True
 
-    def _wait_for_verdict(self) -> float:
-        client = self._client
-        if client is None:
+    def _announce_drain(self) -> None:
+        self._plan_end()
+        self._send(EndReport(is_drained=True, is_prepared=self._report.is_prepared))
+
+    def _work(self) -> float:
+        """Pass on a verdict, and report when the newest step has a snapshot."""
+        if self._client is None:
             return VERDICT_WAIT_S
-        self._verdicts = client.wait_for_verdicts(self._verdicts, VERDICT_WAIT_S)
+        wait_s = PREPARATION_POLL_S if self._report.is_prepared is False else VERDICT_WAIT_S
+        self._verdicts = self._client.wait_for_verdicts(self._verdicts, wait_s)
         fact = self._verdicts.get(PLANNED_ENDS.name)
         with self._lock:
-            is_planned = fact is not None and fact.generation == self._generation
-            if is_planned and not self._until_ms:
-                self._store_in(0.0)
-            elif not (is_planned or self._is_drained):
+            if fact is not None and fact.generation == self._generation:
+                self._plan_end()
+            elif not self._is_drained:
                 self._store(0)
+            if not self._is_closed:
+                self._send(EndReport(self._is_drained, self._find_whether_prepared()))
         return 0.0
 
-    def _store_in(self, wait_s: float) -> None:
-        self._store(int((time.monotonic() + wait_s) * 1000) or 1)
+    def _find_whether_prepared(self) -> bool | None:
+        """Return whether no finished step would be lost if the view ended now; see `EndReport`."""
+        slots = self._control_block.read_slots()
+        if not (self._until_ms and self._takes_snapshots and len(slots) > 1):
+            return None
+        snapshots = [decode_snapshot_id(slot.snapshot_id) for slot in list_complete(slots)]
+        for record in read_own_records(self._node_dir, MAX_LOCAL_RANKS):
+            is_own = record.worker.assigned_generation == self._generation
+            if (
+                is_own
+                and record.step > record.first_step
+                and (record.generation, record.step) > max(snapshots, default=(0, 0))
+            ):
+                return False
+        return True
+
+    def _plan_end(self) -> None:
+        """Store that the view is to end, and when all nodes know of it."""
+        if not self._until_ms:
+            wait_s = self._announcement_s if self._has_peers else 0.0
+            self._store(int((time.monotonic() + wait_s) * 1000))
 
     def _store(self, until_ms: int) -> None:
         self._until_ms = until_ms
         if not self._is_closed:
             self._control_block.set("planned_end_ms", until_ms)
+
+    def _send(self, report: EndReport) -> None:
+        self._report = report
+        if self._client is not None and self._has_peers and report != self._sent:
+            self._sent = report
+            self._client.send_fact(PLANNED_ENDS.name, self._generation, encode_body(report))

@@ -1,42 +1,66 @@
-"""Tell all nodes of a view that it is to end, because a member is drained or newcomers are about to join."""
+"""Tell all nodes of a view that it is to end, because a member is drained or newcomers are about to join.
+
+The view ends for newcomers only when its members have a snapshot of the newest step: see
+`EndReport.is_prepared`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.mechanisms.mechanism import decode_body, encode_body
-from elastic_resume.rendezvous.facts import Fact, Judge, Judgment, Scope, Topic
+from elastic_resume.mechanisms.mechanism import decode_body
+from elastic_resume.rendezvous.facts import Fact, FactBody, Judge, Judgment, Scope, Topic
+
+ANNOUNCEMENT_NODE_TIMEOUTS = 0.2
+"""Two heartbeats: a fact is sent at once, and each node gets the verdict in the answer to its next one."""
+PLANNED = FactBody("true")
+"""The verdict; there is none while no end is planned."""
+MAX_DELAY_S = 60.0
+"""Newcomers wait no longer for a member that takes no step, as in an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedEnd:
-    """That a member is drained; from the leader, that its view is to end."""
+class EndReport:
+    """What a member knows of the end of its view."""
 
-    is_planned: bool
+    is_drained: bool = False
+    is_prepared: bool | None = None
+    """Whether it has a snapshot of the newest step, and takes one of each. None: no end is planned, or it
+    takes no snapshots."""
 
 
 class EndJudge(Judge):
     """Keeps why the view is to end. A drained node leaves, sooner or later; newcomers may not join."""
 
     def __init__(self, scope: Scope) -> None:
-        del scope
-        self._is_drained = self._has_newcomers = False
+        self._members = frozenset(scope.members)
+        self._announcement_s = ANNOUNCEMENT_NODE_TIMEOUTS * scope.node_timeout_s
+        self._reports: dict[str, EndReport] = {}
+        self._expected_at: float | None = None
 
     def add(self, node: str, fact: Fact, now: float) -> None:
-        """Note that a member is drained."""
-        del node, now
-        self._is_drained |= decode_body(PlannedEnd, fact.body).is_planned
+        """Keep the newest report of a member."""
+        del now
+        self._reports[node] = decode_body(EndReport, fact.body)
 
-    def expect_newcomers(self, *, are_expected: bool) -> None:
+    def expect_newcomers(self, now: float, *, are_expected: bool) -> None:
         """See `Judge`."""
-        self._has_newcomers = are_expected
+        self._expected_at = now if are_expected else None
 
     def judge(self, now: float) -> Judgment:
-        """Return what all nodes have to know; nothing while no end is planned."""
-        del now
-        if not (self._is_drained or self._has_newcomers):
+        """Return what all nodes have to know, and whether newcomers wait; nothing while no end is planned."""
+        reports = self._reports.values()
+        if self._expected_at is None and not any(report.is_drained for report in reports):
             return Judgment()
-        return Judgment(encode_body(PlannedEnd(is_planned=True)))
+        return Judgment(PLANNED, delays_newcomers=self._must_wait(now))
+
+    def _must_wait(self, now: float) -> bool:
+        if self._expected_at is None:
+            return False
+        if any(report.is_prepared is False for report in self._reports.values()):
+            return now < self._expected_at + MAX_DELAY_S
+        have_all_reported = self._reports.keys() >= self._members
+        return not have_all_reported and now < self._expected_at + self._announcement_s
 
 
 PLANNED_ENDS = Topic("planned-ends", EndJudge, is_urgent=True)

@@ -125,9 +125,8 @@ class StandbyWorkers(AgentPart):
             self._is_possible = False
             logger.warning(describe_failure(*next(iter(failed.items()))))
         elif not self._is_closing:
-            logger.info(
-                "all workers of this node have reached er.resume() after %.1f s.", time.monotonic() - started_at
-            )
+            taken_s = time.monotonic() - started_at
+            logger.info("all workers of this node have reached er.resume() after %.1f s.", taken_s)
         self._client.finish_preparation()
 
 

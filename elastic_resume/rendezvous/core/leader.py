@@ -395,8 +395,10 @@ class Leader(Role):
                 self._advance_view_change()
             self._broadcast_wait_reason()
         elif state.now >= self.view_change.scale_up_at:
-            self.view_change.scale_up_at = float("inf")
-            if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.active_view):
+            if self.has_finished_node() or not self.view_change.list_ready_newcomers(self.active_view):
+                self.view_change.scale_up_at = float("inf")
+            elif not self.board.delays_newcomers:
+                self.view_change.scale_up_at = float("inf")
                 state.backoff.note_newcomers(state.now)
                 self.end_view(ViewEnd.NEWCOMERS)
 
@@ -406,7 +408,7 @@ class Leader(Role):
         are_expected = self.active_view is not None and is_near
         if are_expected is not self.are_newcomers_expected:
             self.are_newcomers_expected = are_expected
-            self.board.expect_newcomers(are_expected=are_expected)
+            self.board.expect_newcomers(self.state.now, are_expected=are_expected)
 
     def _add_facts(self, node: Incarnation, facts: tuple[Fact, ...]) -> None:
         self.board.add(node.node, facts, self.state.now, is_member=self._runs_on(node))
@@ -651,7 +653,8 @@ class Leader(Role):
             deadlines.append(self.next_probe_at)
         if self.active_view:
             delay_s = 0.0 if self.are_newcomers_expected else state.settings.scale_up_delay_s
-            deadlines.append(self.view_change.scale_up_at - delay_s)
+            if not self.board.delays_newcomers:  # else the next scan asks again
+                deadlines.append(self.view_change.scale_up_at - delay_s)
         else:
             deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]
         return min(deadlines)

@@ -21,13 +21,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import elastic_resume as er
 
-EPOCHS, SAMPLES, BATCH = 10_000, 48, 4
+EPOCHS, BATCH = 10_000, 4
 KINDS = ("step", "epochs", "restartable", "sharded")
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
 parser.add_argument("--kind", choices=KINDS, default="step")
 parser.add_argument("--step-s", type=float, default=0.05)
+parser.add_argument("--samples", type=int, default=48)
 parser.add_argument("--only-rank", type=int, help="only this rank asks")
 parser.add_argument("--hook-s", type=float, default=0.0)
 parser.add_argument("--unused", action="store_true", help="no rank asks")
@@ -39,9 +40,9 @@ model: Any = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 if args.kind == "sharded":
     fully_shard(model, mesh=er.shard_mesh())
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-inputs = torch.randn(SAMPLES, 16)
+inputs = torch.randn(args.samples, 16)
 dataset = TensorDataset(inputs, inputs[:, :4])
-batches = er.GlobalBatches(SAMPLES, BATCH, seed=0)
+batches = er.GlobalBatches(args.samples, BATCH, seed=0)
 
 
 def append(name: str, run: er.Run, line: dict[str, Any]) -> None:

@@ -111,12 +111,12 @@ def test_screen_shows_view_steps_and_incidents() -> None:
     ("incidents", "expected"),
     [
         ({}, "no failures since this start"),
-        ({"preempted": 1}, "no failures, 1 drained node, 3 steps recomputed"),
-        ({"oom": 1, "preempted": 2}, "1 failure (out of memory), 2 drained nodes, 3 steps recomputed"),
+        ({"preempted": 1}, "no failures, 1 drain, 3 steps recomputed"),
+        ({"oom": 1, "preempted": 2}, "1 failure (out of memory), 2 drains, 3 steps recomputed"),
         ({"oom": 1, "hang": 2}, "3 failures (hangs: 2, out of memory: 1), 3 steps recomputed"),
     ],
 )
-def test_screen_counts_drained_nodes_apart_from_failures(incidents: dict[str, int], expected: str) -> None:
+def test_screen_counts_drains_apart_from_failures(incidents: dict[str, int], expected: str) -> None:
     """Somebody asked them to leave."""
     document = make_document()
     document["totals"]["incidents"] = incidents

@@ -51,9 +51,10 @@ def test_drain_margin_covers_commit(grace_s: float, commit_s: float, life_s: flo
         (0.1, 99.0, 5.0, 0.1, True),  # newcomers were expected, so all nodes know already
         (0.1, None, 5.0, 0.1, False),
         (0.5, None, 5.0, 0.1, True),  # without an announcement nobody waits for long
-        (0.1, 100.6, 5.0, 2.1, True),  # another step might not fit into the grace
-        (0.1, 100.6, 5.0, 1.9, False),
-        (0.1, 100.6, 0.9, 0.0, True),
+        (0.1, 100.6, 5.0, 3.6, True),  # another step might not fit into the grace
+        (0.1, 100.6, 5.0, 3.4, False),
+        (0.1, 100.6, 1.4, 0.0, True),
+        (0.1, 106.0, 5.0, 0.1, True),  # the announcement itself takes longer than the grace
     ],
 )
 def test_drained_worker_trains_on_until_all_nodes_know(
@@ -62,4 +63,25 @@ def test_drained_worker_trains_on_until_all_nodes_know(
     """The drain was requested at 100."""
     now = 100.0 + waited_s
     found = may_drained_worker_end(now, 100.0, announced_at=announced_at, left_s=left_s, step_s=step_s)
+    assert found is expected
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, False),
+        ({"boundaries": 2}, True),  # of a sharded model
+        ({"snapshot_s": 0.3}, True),
+    ],
+)
+def test_drained_worker_counts_further_steps_and_snapshots(more: dict[str, float], expected: bool) -> None:
+    """3.9 s are left, and one more step takes 2 s."""
+    found = may_drained_worker_end(
+        100.0,
+        100.0,
+        announced_at=100.6,
+        left_s=3.9,
+        step_s=2.0,
+        **more,  # type: ignore[arg-type]
+    )
     assert found is expected

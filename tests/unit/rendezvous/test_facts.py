@@ -44,8 +44,9 @@ class Recorder(Judge):
         """Keep the name."""
         self.heard.append((node, "lost"))
 
-    def expect_newcomers(self, *, are_expected: bool) -> None:
+    def expect_newcomers(self, now: float, *, are_expected: bool) -> None:
         """Keep what is expected."""
+        del now
         self.heard.append(("newcomers", str(are_expected)))
 
     def judge(self, now: float) -> Judgment:
@@ -147,6 +148,29 @@ def test_judge_learns_of_newcomers_before_the_view_ends_for_them(do_join: bool) 
     assert agent.role.active_view
     assert len(agent.role.active_view.members) == (3 if do_join else 2)
     assert (("newcomers", "False") in Recorder.heard) is not do_join
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_judge_may_delay_the_end_of_a_view_for_newcomers(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Also for a newcomer that joined long before it was ready, so that its time has come when it is."""
+    monkeypatch.setattr(Recorder, "judgment", Judgment(delays_newcomers=True))
+    job = Scenario("nodes=a,b,c candidates=a nnodes=1:3")
+    for node in job.nodes.values():
+        node.topics = (Topic("t", Recorder),)
+    before = "begin-preparation c; start c; run 5; finish-preparation c" if is_late else "start c"
+    job.play(f"start a b; run 6; {before}; run 20")
+    leader = job.nodes["a"].agent
+    assert leader
+    assert isinstance(leader.role, Leader)
+    assert leader.role.active_view
+    assert len(leader.role.active_view.members) == 2
+    assert Recorder.heard == [("newcomers", "True")]
+    monkeypatch.setattr(Recorder, "judgment", Judgment())
+    job.play("run 2")
+    assert leader.role.active_view
+    assert len(leader.role.active_view.members) == 3
 
 
 def test_scope_names_members_in_rank_order(job: Scenario) -> None:

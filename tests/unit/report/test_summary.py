@@ -400,12 +400,12 @@ def test_drained_node_is_no_failure() -> None:
     report = summary.build_run_report(report_runs.node_told_to_leave().events)
     assert (report.history.num_incidents, report.history.num_failures) == (1, 0)
     text = " ".join(summary.format_text(report).split())
-    assert "No failure, 1 drained node, 5.0 s downtime, 1 step recomputed" in text
+    assert "No failure, 1 drain, 5.0 s downtime, 1 step recomputed" in text
     assert "<dt>failures</dt><dd>0</dd>" in html.render_page(report)
     job = report_runs.node_told_to_leave()
     job.exit(113, 1, signal="SIGKILL")
     job.begin(116, 11, "n0", "n1", "n2")
-    assert "1 failure, 1 drained node, " in summary.format_text(summary.build_run_report(job.events))
+    assert "1 failure, 1 drain, " in summary.format_text(summary.build_run_report(job.events))
 
 
 def test_recovery_tile_is_the_median_of_the_column() -> None:
