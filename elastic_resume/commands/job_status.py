@@ -158,7 +158,8 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
     drained = totals["incidents"].get(PREEMPTED, 0)
     count = sum(number for _, number in by_kind) - drained
     if not (count or drained):
-        return ["no failures since this start"]
+        # What ended the last view is known with the next one only.
+        return [] if status["world"] is None else ["no failures since this start"]
     by_kind = [(kind, number) for kind, number in by_kind if kind != PREEMPTED]
     names = {kind: _INCIDENT_NAMES.get(kind, kind) for kind, _ in by_kind}
     kinds = ", ".join(f"{names[kind]}: {number}" for kind, number in by_kind)

@@ -628,6 +628,9 @@ def build_history(timeline: EventTimeline) -> RunHistory:
         tracker.record(event)
     rows = tuple(tracker.generations())
     outcome, message = _determine_outcome(timeline, rows)
+    wait = _find_wait(timeline, rows)
+    if outcome == "stopped" and wait is not None:  # some nodes were drained, and the others wait
+        outcome, message = "open", ""
     lasts = [row.last_step for row in rows if row.last_step is not None]
     return RunHistory(
         generations=rows,
@@ -637,7 +640,7 @@ def build_history(timeline: EventTimeline) -> RunHistory:
         last_step=lasts[-1] if lasts else None,
         outcome=outcome,
         message=message,
-        wait=_find_wait(timeline, rows) if outcome == "open" else None,
+        wait=wait if outcome == "open" else None,
     )
 
 

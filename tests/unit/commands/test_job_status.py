@@ -123,6 +123,14 @@ def test_screen_counts_drains_apart_from_failures(incidents: dict[str, int], exp
     assert expected in format_screen(document)
 
 
+def test_screen_without_world_does_not_deny_failures() -> None:
+    """One has just ended it."""
+    document = make_document()
+    document["totals"]["incidents"] = {}
+    document["world"] = None
+    assert not any("no failures" in line for line in format_screen(document))
+
+
 def test_screen_shows_which_spares_are_not_ready() -> None:
     """Their workers start; the others go on meanwhile."""
     view = RendezvousStatus(A, True, A, View(3, (A,), A), 3, (B,), preparing=("b",))

@@ -369,6 +369,19 @@ def test_wait_ends_with_the_next_generation_or_the_agents() -> None:
     assert summary.build_run_report(job.events).history.wait is None
 
 
+def test_job_waits_though_so_many_nodes_were_drained_that_no_view_is_possible() -> None:
+    """Nobody stopped the job, until the others are stopped too."""
+    job = half_lost()
+    for node in ("n2", "n3"):
+        job.add(114, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    report = summary.build_run_report(job.events, now=400)
+    assert report.history.outcome == "open"
+    assert report.verdict.text.startswith("Waiting for a quorum since ")
+    for node in ("n0", "n1"):
+        job.add(500, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    assert summary.build_run_report(job.events).history.outcome == "stopped"
+
+
 def test_job_runs_though_a_drained_node_ends_later() -> None:
     """Its agent takes a moment longer than the others to begin without it."""
     job = Job().begun()
