@@ -45,7 +45,8 @@ MAX_ANSWERS_BYTES = 2 << 20  # limit for one rank; two full recorders take half 
 MAX_CHILDREN = 20
 MAX_KERNEL_LINES = 20
 _STACKS_MEMFD = "/memfd:elastic_resume-stacks"
-_FRAME_PATTERN = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+UNCHANGED_POLLS = 4  # faulthandler writes a line in pieces, and another process may run between two of them
+_FRAME_PATTERN = re.compile(r'^  File "(.*)", line (\d+) in (.+)$')
 _THREAD_PATTERN = re.compile(r"^(Current thread|Thread) 0x")
 _STATUS_FIELDS = ("Name", "State", "Threads", "VmRSS", "SigPnd", "ShdPnd", "voluntary_ctxt_switches")
 
@@ -121,7 +122,7 @@ class _RankQuery:
         self._is_sent = False
         self._signalled = False
         self._output = ""
-        self._last_size = -1
+        self._last_size, self._unchanged_polls = -1, 0
         if self._first_sample is not None and record.worker.stack_output_fd > 0:
             with contextlib.suppress(OSError):
                 self._stacks_file = _open_worker_descriptor(
@@ -180,12 +181,15 @@ class _RankQuery:
 
     @property
     def has_all_stacks(self) -> bool:
-        """Whether the stacks are there and have not grown since the previous call."""
+        """Whether whole lines of stacks are there, and none has come in the last calls."""
         if not self._signalled:
             return True
         self._read_output()
         has_grown, self._last_size = len(self._output) != self._last_size, len(self._output)
-        return not has_grown and _THREAD_PATTERN.search(_extract_stacks(self._output)) is not None
+        self._unchanged_polls = 0 if has_grown else self._unchanged_polls + 1
+        if self._unchanged_polls < UNCHANGED_POLLS or not self._output.endswith("\n"):
+            return False
+        return _THREAD_PATTERN.search(_extract_stacks(self._output)) is not None
 
     def _read_output(self) -> None:
         if self._stacks_file >= 0:
