@@ -17,6 +17,8 @@ from tests.support.paths import SCRIPTS
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "noticed.py"
+STEP_OF_STOP = 60
+"""Three seconds after the start: the leader learns within two or three that the script asks for notices."""
 FLAGS = ["--snapshot-every", "1", "--save-every", "100000", "--grace", "60", "--hang-timeout", "0"]
 
 
@@ -43,7 +45,7 @@ def test_all_ranks_get_the_notice_at_one_step_and_the_node_leaves_after_the_next
     log.mkdir()
     with Cluster(tmp_path, nodes=2, min_nodes=1, workers_per_node=2, flags=FLAGS) as cluster:
         cluster.start(SCRIPT, str(log), "--kind", kind)
-        cluster.wait(step=30)
+        cluster.wait(step=STEP_OF_STOP)
         stop(cluster, 1)
         cluster.wait_exit(only=[1])
         cluster.wait(lambda: len(notices.read_lines(log).get((2, 1), [])) > 5, "the next generation")
@@ -67,7 +69,7 @@ def test_only_node_gets_its_notice_on_all_ranks_and_is_saved(tmp_path: Path) -> 
     log.mkdir()
     with Cluster(tmp_path, nodes=1, workers_per_node=3, flags=FLAGS) as cluster:
         cluster.start(SCRIPT, str(log))
-        cluster.wait(step=30)
+        cluster.wait(step=STEP_OF_STOP)
         send_sigterm(cluster, 0)
         assert cluster.wait_exit() == [constants.EXIT_SIGNAL_BASE + signal.SIGTERM]
         step, _ = notices.check_same(log, 1, ranks=3, nodes=["n0"], reason="SIGTERM")
@@ -83,7 +85,7 @@ def test_one_rank_that_asks_gets_the_notice_of_any_node(tmp_path: Path, stopped:
     log.mkdir()
     with Cluster(tmp_path, nodes=2, min_nodes=1, workers_per_node=2, flags=FLAGS) as cluster:
         cluster.start(SCRIPT, str(log), "--only-rank", "3")
-        cluster.wait(step=30)
+        cluster.wait(step=STEP_OF_STOP)
         send_sigterm(cluster, stopped)
         cluster.wait_exit(only=[stopped])
         cluster.wait(lambda: len(notices.read_lines(log).get((2, 1), [])) > 5, "the next generation")
@@ -120,7 +122,7 @@ def test_leader_that_dies_after_a_notice_holds_nobody(tmp_path: Path, steps: int
     log.mkdir()
     with Cluster(tmp_path, nodes=3, min_nodes=1, workers_per_node=1, flags=FLAGS) as cluster:
         cluster.start(SCRIPT, str(log))
-        cluster.wait(step=30)
+        cluster.wait(step=STEP_OF_STOP)
         leader, _, stopped = (int(name.removeprefix("n")) for name in cluster.events("resume")[0]["nodes"])
         send_sigterm(cluster, stopped)
         cluster.wait(lambda: cluster.events("drain"), "the drain")
