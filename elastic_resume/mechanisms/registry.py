@@ -25,7 +25,7 @@ from elastic_resume.mechanisms.mechanism import (
     WorkerContext,
 )
 from elastic_resume.mechanisms.on_event import ON_EVENT
-from elastic_resume.mechanisms.planned_ends import PLANNED_ENDS_MECHANISM
+from elastic_resume.mechanisms.planned_ends import PLANNED_ENDS
 from elastic_resume.mechanisms.preemption import PREEMPTION
 from elastic_resume.mechanisms.replicas import REPLICAS
 from elastic_resume.mechanisms.slow_ranks import SLOW_RANKS
@@ -42,7 +42,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     GPU_HEALTH,
     HANGS,
     ON_EVENT,
-    PLANNED_ENDS_MECHANISM,
+    PLANNED_ENDS,
     PREEMPTION,
     REPLICAS,
     SLOW_RANKS,

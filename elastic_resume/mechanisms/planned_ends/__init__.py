@@ -10,9 +10,9 @@ wait until the members report a snapshot of their newest step.
 from __future__ import annotations
 
 from elastic_resume.mechanisms.mechanism import Mechanism, lazily
-from elastic_resume.mechanisms.planned_ends.judge import PLANNED_ENDS
+from elastic_resume.mechanisms.planned_ends.judge import ENDS
 
-PLANNED_ENDS_MECHANISM = Mechanism(
-    topic=PLANNED_ENDS,
+PLANNED_ENDS = Mechanism(
+    topic=ENDS,
     make_agent_part=lazily("planned_ends.announcer", "EndAnnouncer"),
 )

@@ -10,7 +10,7 @@ from elastic_resume.background import BackgroundThread
 from elastic_resume.mechanisms.mechanism import AgentContext, AgentPart, encode_body
 from elastic_resume.mechanisms.planned_ends.judge import (
     ANNOUNCEMENT_NODE_TIMEOUTS,
-    PLANNED_ENDS,
+    ENDS,
     EndReport,
 )
 from elastic_resume.rendezvous.client import RendezvousClient
@@ -79,7 +79,7 @@ class EndAnnouncer(AgentPart):
             return VERDICT_WAIT_S
         wait_s = PREPARATION_POLL_S if self._report.is_prepared is False else VERDICT_WAIT_S
         self._verdicts = self._client.wait_for_verdicts(self._verdicts, wait_s)
-        fact = self._verdicts.get(PLANNED_ENDS.name)
+        fact = self._verdicts.get(ENDS.name)
         with self._lock:
             if fact is not None and fact.generation == self._generation:
                 self._plan_end()
@@ -120,4 +120,4 @@ class EndAnnouncer(AgentPart):
         self._report = report
         if self._client is not None and self._has_peers and report != self._sent:
             self._sent = report
-            self._client.send_fact(PLANNED_ENDS.name, self._generation, encode_body(report))
+            self._client.send_fact(ENDS.name, self._generation, encode_body(report))

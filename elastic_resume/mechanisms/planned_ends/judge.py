@@ -63,4 +63,4 @@ class EndJudge(Judge):
         return not have_all_reported and now < self._expected_at + self._announcement_s
 
 
-PLANNED_ENDS = Topic("planned-ends", EndJudge, is_urgent=True)
+ENDS = Topic("planned-ends", EndJudge, is_urgent=True)

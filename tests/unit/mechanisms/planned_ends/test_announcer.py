@@ -17,9 +17,9 @@ from elastic_resume import constants
 from elastic_resume.mechanisms.mechanism import decode_body, encode_body
 from elastic_resume.mechanisms.planned_ends.announcer import EndAnnouncer
 from elastic_resume.mechanisms.planned_ends.judge import (
+    ENDS,
     MAX_DELAY_S,
     PLANNED,
-    PLANNED_ENDS,
     EndJudge,
     EndReport,
 )
@@ -31,7 +31,7 @@ from tests.support.agent_parts import make_agent_context
 
 GENERATION = 3
 NODE_TIMEOUT_S = 10.0
-VERDICT = {PLANNED_ENDS.name: Fact(PLANNED_ENDS.name, GENERATION, PLANNED)}
+VERDICT = {ENDS.name: Fact(ENDS.name, GENERATION, PLANNED)}
 
 
 class Node:
@@ -111,7 +111,7 @@ def test_drained_node_tells_the_leader_and_trains_on_for_two_heartbeats(node: No
     assert node.until_ms == until_ms
     node.begin(GENERATION + 1)
     (name, generation, body) = node.client.send_fact.call_args_list[-1].args
-    assert (name, generation) == (PLANNED_ENDS.name, GENERATION + 1)
+    assert (name, generation) == (ENDS.name, GENERATION + 1)
     assert decode_body(EndReport, body).is_drained
     assert node.until_ms >= until_ms
 
@@ -172,7 +172,7 @@ def test_node_without_snapshots_reports_nothing(tmp_path: Path) -> None:
 
 def add(judge: EndJudge, node: str, report: EndReport) -> None:
     """Let a member report."""
-    judge.add(node, Fact(PLANNED_ENDS.name, GENERATION, encode_body(report)), 0.0)
+    judge.add(node, Fact(ENDS.name, GENERATION, encode_body(report)), 0.0)
 
 
 def test_leader_plans_an_end_for_a_drained_member_and_for_newcomers() -> None:
