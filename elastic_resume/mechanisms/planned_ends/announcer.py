@@ -91,8 +91,10 @@ class EndAnnouncer(AgentPart):
 
     def _find_whether_prepared(self) -> bool | None:
         """Return whether no finished step would be lost if the view ended now; see `EndReport`."""
+        if not (self._until_ms and self._takes_snapshots):
+            return None
         slots = self._control_block.read_slots()
-        if not (self._until_ms and self._takes_snapshots and len(slots) > 1):
+        if len(slots) < 2:
             return None
         snapshots = [decode_snapshot_id(slot.snapshot_id) for slot in list_complete(slots)]
         for record in read_own_records(self._node_dir, MAX_LOCAL_RANKS):
